@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrohook import shards
 from ferrohook._core import CacheBase
-from ferrohook.captured import Captured, not_captured
+from ferrohook.captured import Captured, Gradients, not_captured
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.selection import select_names
 from ferrohook.tables import as_frame, as_html, as_text, rows_of
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     V_co = TypeVarWithDefault("V_co", covariant=True, default=Any)
 else:
     V_co = TypeVar("V_co", covariant=True)
-
-
-class _NoGradients(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        msg = "no gradients were captured: open the capture with grads=True"
-        raise SelectionError(msg)
 
 
 class _Names(KeysView[str]):
@@ -133,13 +127,16 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
 
     @property
     def grads(self) -> ActivationCache:
-        """The gradients of the captured tensors, so far; empty without `capture(grads=True)`.
+        """The gradients of the captured tensors that have arrived so far.
 
-        A value is a tensor, or None if no gradient arrived. For a structure it is a list with one
-        entry per tensor.
+        A value is a tensor. For a structure it is a list with one entry per tensor, and for several
+        calls a list with one per call; None in it for one that no gradient reached. Reading a name
+        that has none raises `SelectionError` with the reason: captured without `grads=True`, not
+        recorded by autograd, no backward yet, or none that reached it.
         """
-        grads = _NoGradients() if self._grads is None else self._grads
-        return ActivationCache(grads, model=self._model, per_call=self._per_call)
+        return ActivationCache(
+            Gradients(self._grads, self._activations), model=self._model, per_call=self._per_call
+        )
 
     @property
     def model(self) -> str:
@@ -154,7 +151,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     def _peek(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
-        return source.peek(name) if isinstance(source, Captured) else source[name]
+        return source.peek(name) if isinstance(source, Captured | Gradients) else source[name]
 
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
         """Stacks the tensors of several modules along a new first dimension.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.pending import finish
-from ferrohook.tensors import after_transforms, as_leaf, map_tensors
+from ferrohook.tensors import after_transforms, as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ferrohook._core import Collector
@@ -89,6 +89,54 @@ def _summed(passes: list[Tensor]) -> Tensor | None:
     return functools.reduce(torch.add, passes) if passes else None
 
 
+class Gradients(Mapping[str, Any]):
+    """Gradients that have arrived, by name.
+
+    Args:
+        values: gradients by name, None for one that did not arrive; None if none were captured.
+        captured: names of the captured values, those without gradients included.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None, captured: Iterable[str]) -> None:
+        self._values = values
+        self._captured = captured
+
+    def peek(self, name: str) -> Any:
+        """Returns the gradient of a name, None if it did not arrive."""
+        if self._values is None:
+            msg = "no gradients were captured: open the capture with grads=True"
+            raise SelectionError(msg)
+        if name not in self._values and name in self._captured:
+            msg = f"no gradients of {name!r} were captured: capture it with grads=True"
+            raise SelectionError(msg)
+        values = self._values
+        return values.peek(name) if isinstance(values, Captured) else values[name]
+
+    def __getitem__(self, name: str) -> Any:
+        gradient = self.peek(name)
+        if next(tensors_in(gradient), None) is None:
+            raise SelectionError(self._reason(name))
+        return gradient
+
+    def _reason(self, name: str) -> str:
+        text = f"no gradient has reached {name!r}"
+        if isinstance(self._values, Captured) and not self._values.awaits_gradients(name):
+            return (
+                f"{text}: autograd did not record it, as gradients were off (torch.no_grad), "
+                "nothing that it was computed from requires them, or a checkpoint records it later"
+            )
+        if others := list(self):
+            return f"{text}: backward ran through {', '.join(map(repr, others))}, but not to it"
+        return f"{text} yet: call backward() on what was computed from it"
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._values or ()
+        return (each for each in names if next(tensors_in(self.peek(each)), None) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class _Copied(dict[int, list[Any]]):
     """Values of a copy, by place; nothing but its reader writes to them."""
 
@@ -162,6 +210,14 @@ class Captured(CapturedBase, Mapping[str, Any]):
             if isinstance(part.values, Recorded) and (place := part.places.get(name)) is not None:
                 return part.values.collector.counts_of(place)
         return 1, 0
+
+    def awaits_gradients(self, name: str) -> bool:
+        """Returns True if autograd recorded a tensor of a name, so that a gradient may come."""
+        return any(
+            isinstance(part.values, Recorded) and part.values.collector.awaits_gradients(place)
+            for part in self._parts
+            if (place := part.places.get(name)) is not None
+        )
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
         state, reason = "was not selected", ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, overload
 
 from ferrohook._core import (
@@ -20,11 +22,12 @@ from ferrohook._core import (
 from ferrohook.arguments import expect, expect_module
 from ferrohook.capture_session import capture as _capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.hook_info import name_of, state_of
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
 from ferrohook.places import hooks_at, modules_of
 from ferrohook.plans import Plan, Prepared
-from ferrohook.plans.entries import KeepEntry
+from ferrohook.plans.entries import KeepEntry, keep, on
 from ferrohook.quantity import hooked_places_of
 from ferrohook.scopes import Scope, innermost
 
@@ -153,6 +156,9 @@ class HandleGroup(AttachmentContext):
 
     def __repr__(self) -> str:
         state = "removed" if self.removed else "registered"
+        disabled = [state_of(each) for each in self if not (each.enabled or each.removed)]
+        if disabled:  # the first by its error, if an error disabled any
+            state += f", {len(disabled)} {max(disabled, key=len)}"
         return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
 
 
@@ -247,28 +253,71 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
 
 _MEANT: Final = {
-    "hook": "hooks",
-    "fwd_hooks": "hooks",
-    "bwd_hooks": "hooks",
-    "forward_hooks": "hooks",
-    "interventions": "hooks",
-    "captures": "capture",
-    "captured": "capture",
-    "names_filter": "capture",
-    "return_cache": "capture",
+    **dict.fromkeys(
+        ("hook", "fwd_hooks", "bwd_hooks", "forward_hooks", "interventions", "on"), "hooks"
+    ),
+    **dict.fromkeys(
+        ("captures", "captured", "keep", "names_filter", "return_cache", "select", "what"),
+        "capture",
+    ),
     "plans": "plan",
 }
-"""Names for what `run` takes, near to ours or of other libraries.
-
-Models of transformers swallow any keyword: the call would go on without a word.
-"""
+"""Names for what `run` takes, near to ours or of other libraries."""
 
 
-def _check_keywords(kwargs: Mapping[str, Any]) -> None:
-    for name in kwargs:
-        if (meant := _MEANT.get(name)) is not None:
-            msg = f"run takes {meant}=, not {name}=, which would go to the model"
-            raise HookTypeError(msg)
+@functools.cache
+def options_elsewhere() -> Mapping[str, str]:
+    """Returns the options of hooks and captures, by name, and the code that takes each."""
+    found: dict[str, str] = {}
+    for function, code in (
+        (register, "fh.register(..., {}=...)"),
+        (Prepared.open, "prepared.open({}=...)"),
+        (keep, "plan=fh.Plan(fh.keep(..., {}=...))"),
+        (on, "plan=fh.Plan(fh.on(..., {}=...))"),
+    ):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                found[name] = code.format(name)
+    found["at"] += ", or the same with fh.keep"
+    return found
+
+
+def refuse_swallowed(
+    taker: str,
+    receiver: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    meant: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuses keywords for a function that are our options, unless it names them itself.
+
+    A function with `**kwargs`, as the forwards of transformers, swallows any: the call would go on
+    without the option.
+
+    Args:
+        taker: function that the keywords were passed to.
+        receiver: function that they would go to.
+        kwargs: the keywords.
+        meant: further names that are refused, and what `taker` takes instead of each.
+
+    Raises:
+        HookTypeError: a keyword is an option of hooks or captures; tells what takes it.
+    """
+    ways = options_elsewhere()
+    suspects = {name for name in kwargs if name in ways or name in meant}
+    if not suspects:
+        return
+    try:
+        parameters = [*inspect.signature(receiver).parameters.values()]
+    except (TypeError, ValueError):  # as that of a function in C
+        parameters = []
+    suspects -= {it.name for it in parameters if it.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name in sorted(suspects):
+        msg = f"{name_of(receiver)} does not name {name}= and may ignore it"
+        if name in meant:
+            msg = f"{taker} takes {meant[name]}=, not {name}=: {msg}"
+        else:
+            msg = f"{taker} takes no {name}=: {msg}. Use {ways[name]}"
+        raise HookTypeError(msg)
 
 
 def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
@@ -344,7 +393,9 @@ def run(
     Raises:
         SelectionError: a selector matches no module.
         HookTypeError: a hook is neither a callable nor a typed hook, `plan` is no plan, or a
-            keyword is another name for `hooks`, `capture` or `plan` (`hook`, `fwd_hooks`).
+            keyword is another name for `hooks`, `capture` or `plan` (`hook`, `fwd_hooks`) or an
+            option of `on`, `keep` or `register` (`at`, `dtype`), and the model's forward does not
+            name it.
         HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
 
     Examples:
@@ -352,7 +403,9 @@ def run(
         >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
     """
     expect_module(model, "run calls")
-    _check_keywords(kwargs)
+    if kwargs:
+        # A compiled model's own forward takes anything.
+        refuse_swallowed("run", getattr(model, "_orig_mod", model).forward, kwargs, _MEANT)
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
         raise HookTypeError(msg)

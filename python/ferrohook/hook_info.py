@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ferrohook._core import Registry
+    from ferrohook._core import HookHandle, Registry
     from ferrohook.typed import Phase
 
 
@@ -28,12 +28,26 @@ class HookInfo(NamedTuple):
     """False while the hook is disabled."""
     calls: int
     """Number of finished calls, those that raised included."""
+    failure: str | None = None
+    """Error that disabled the hook by its `on_error`; None for a hook that none disabled."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        why = f", {state_of(self)}" if self.failure else ""
+        return f"HookInfo({fields}{why})"
 
 
 def name_of(hook: object) -> str:
     """Returns the name of a hook for people: the same in each process."""
     name: str | None = getattr(hook, "__qualname__", None)
     return name or _ADDRESS.sub("", repr(hook))
+
+
+def state_of(hook: HookInfo | HookHandle) -> str:
+    """Returns "disabled" and why, for people; "" for an enabled hook."""
+    if hook.enabled:
+        return ""
+    return "disabled" + (f" by on_error after {hook.failure}" if hook.failure else "")
 
 
 def timed_hooks(

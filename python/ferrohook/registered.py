@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import HookedBase, release_unused
 from ferrohook.arguments import expect_module
-from ferrohook.hook_info import name_of
+from ferrohook.hook_info import name_of, state_of
 from ferrohook.instrumentation import find_registry
 from ferrohook.selection import select
 from ferrohook.tables import aligned, html_table
@@ -48,7 +48,8 @@ class RegisteredHook(NamedTuple):
 
     def __repr__(self) -> str:
         name = name_of(self.hook)
-        return f"<{self.phase} hook {name} of {self.module!r}, registered in {self._place}>"
+        state = f", {state}" if (state := state_of(self.handle)) else ""
+        return f"<{self.phase} hook {name} of {self.module!r}, registered in {self._place}{state}>"
 
     @property
     def _place(self) -> str:
@@ -57,7 +58,10 @@ class RegisteredHook(NamedTuple):
     def _cells(self) -> tuple[str, ...]:
         calls = f"{self.handle.calls:,}"
         module = self.module or "(the model)"
-        return (module, self.phase, name_of(self.hook), calls, self._place, self.code)
+        name = name_of(self.hook)
+        if state := state_of(self.handle):
+            name += f" ({state})"
+        return (module, self.phase, name, calls, self._place, self.code)
 
 
 class RegisteredHooks(list[RegisteredHook]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ferrohook._core import NativeDetector
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
-from ferrohook.hook_info import name_of, timed_hooks
+from ferrohook.hook_info import name_of, state_of, timed_hooks
 from ferrohook.instrumentation import find_registry
 from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
@@ -104,8 +104,8 @@ def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
         details.append(f"{seconds * 1e3:.3f} ms")
     if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
-    if not hook.enabled:
-        details.append("disabled")
+    if state := state_of(hook):
+        details.append(_escaped(state))
     return f"[cyan]{hook.phase}[/cyan] {_escaped(name_of(shown))} [dim]({', '.join(details)})[/dim]"
 
 

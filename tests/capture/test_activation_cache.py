@@ -138,7 +138,7 @@ def test_the_repr_shows_the_call_of_each_row(tmp_path: Path) -> None:
     acts.save(tmp_path / "acts")
     for cache in (acts, acts.to("cpu"), fh.ActivationCache.load(tmp_path / "acts")):
         assert repr(cache).splitlines() == shown
-    assert repr(acts.grads).splitlines()[1].split() == ["shared", "0", "-", "NoneType", "-"]
+    assert len(repr(acts.grads).splitlines()) == 1  # none has arrived
 
 
 def test_to_preserves_structures_and_shares_tensors_on_the_device(x: Tensor) -> None:
@@ -156,7 +156,8 @@ def test_to_preserves_structures_and_shares_tensors_on_the_device(x: Tensor) -> 
     assert type(frozen) is Frozen
     assert frozen.first.device.type == "meta"
     assert acts[""][0].first is x
-    assert moved.grads[""] == [None, None, None]
+    with pytest.raises(fh.SelectionError, match="no gradient has reached ''"):
+        moved.grads[""]
 
 
 # Files

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from support.capture import Twice, assert_plain, captured, tensors_of
 from support.limits import LIMIT
 from support.modules import Returning
 from support.numbers import close
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # detach, device, dtype, slice
 
@@ -147,7 +151,9 @@ def test_calls_frees_the_outputs_of_older_calls() -> None:
 def test_grads_equal_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, ["0", "2"], grads=True) as acts:
         out = model(x)
-        assert acts.grads["0"] is None
+        with pytest.raises(fh.SelectionError, match=r"reached '0' yet: call backward\(\)"):
+            acts.grads["0"]
+        assert list(acts.grads) == []
         (out**2).sum().backward()
     hidden = model[0](x)
     (expected,) = torch.autograd.grad((model[2](model[1](hidden)) ** 2).sum(), hidden)
@@ -209,13 +215,38 @@ def test_grads_are_converted_like_the_tensors(model: nn.Sequential, x: Tensor) -
     assert acts.grads["0"].shape == acts["0"].shape == (2,)
 
 
-def test_grads_are_none_without_a_recorded_graph(model: nn.Sequential, x: Tensor) -> None:
-    with torch.no_grad(), fh.capture(model, "0", grads=True) as acts:
+@pytest.mark.parametrize("calls", ["last", "all"])
+def test_a_gradient_that_is_not_there_raises_with_the_reason(
+    model: nn.Sequential, x: Tensor, tmp_path: Path, calls: Any
+) -> None:
+    def check(reason: str, *caches: fh.ActivationCache) -> None:
+        for acts in caches:
+            with pytest.raises(fh.SelectionError, match=reason):
+                acts.grads["0"]
+            assert "0" not in acts.grads
+            assert "0" not in dict(acts.grads)
+
+    with torch.no_grad(), fh.capture(model, "0", grads=True, calls=calls) as acts:
         model(x)
-    assert acts.grads["0"] is None
-    with fh.capture(model, "0") as acts:
+    check("'0': autograd did not record it", acts)
+    acts.save(tmp_path / "acts")
+    check("reached '0' yet", fh.ActivationCache.load(tmp_path / "acts"), acts.to("cpu"))
+    with fh.capture(model, "0", calls=calls) as acts:
         model(x).sum().backward()
-    assert len(acts.grads) == 0
+    check("open the capture with grads=True", acts, copy.deepcopy(acts))
+    with fh.capture(model, ["0", "2"], grads=True, calls=calls) as acts:
+        model[2](model[0](x).detach()).sum().backward()
+    check("reached '0': backward ran through '2', but not to it", acts)
+    assert list(acts.grads) == ["2"]
+    with fh.capture(model, ["0", "2"], grads=True, calls=calls) as acts:
+        model(x)
+    with pytest.raises(fh.SelectionError, match="'1' was not selected"):
+        acts.grads["1"]
+    plan = fh.Plan(fh.keep("0", calls=calls), fh.keep("2", grads=True, calls=calls))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(x).sum().backward()
+    check("no gradients of '0' were captured: capture it with grads=True", request.acts)
+    assert list(request.acts.grads) == ["2"]
 
 
 def test_grads_of_a_backward_on_another_thread(model: nn.Sequential, x: Tensor) -> None:

@@ -486,6 +486,16 @@ def test_a_fork_does_not_write(tmp_path: Path) -> None:
     check(LocalStore(tmp_path, read_only=True), 0)
 
 
+@pytest.mark.parametrize("option", [{"sync": True}, {"max_pending": 2**28}])
+def test_options_for_writing_are_refused_where_nothing_is_written(
+    tmp_path: Path, option: dict[str, Any]
+) -> None:
+    with LocalStore(tmp_path, **option) as store:
+        fill(store, 0)
+    with pytest.raises(fh.HookTypeError, match="for writing: leave them out with read_only"):
+        LocalStore(tmp_path, read_only=True, **option)
+
+
 def test_reprs_name_what_they_show(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     with fh.data.LocalStore(tmp_path) as store:

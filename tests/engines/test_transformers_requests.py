@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import weakref
@@ -282,6 +283,21 @@ def test_what_does_not_fit_the_model_is_refused_at_the_door(attached: Attached, 
     entry, message = MISFITS[case]
     with pytest.raises((HookError, HookTypeError), match=f"entry 0 .*{message}"):
         attached.add_request(PROMPT, plan=fh.Plan(entry))
+    assert not attached._planned.ids()
+
+
+@pytest.mark.parametrize("name", ["at", "dtype", "hooks", "keep", "output_index"])
+def test_an_option_of_plans_that_is_passed_to_the_engine_is_refused(
+    model: Any, attached: Attached, name: str
+) -> None:
+    for call in (
+        functools.partial(transformers.generate_batch, model, [PROMPT], plan=None),
+        functools.partial(transformers.generate_batch, model, [PROMPT], **{name: 1}),
+        functools.partial(attached.add_request, PROMPT, **{name: 1}),
+        functools.partial(attached.add_requests, [PROMPT], **{name: 1}),
+    ):
+        with pytest.raises(HookTypeError, match="= and may ignore it"):
+            call()
     assert not attached._planned.ids()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import logging.handlers
 import sys
@@ -215,6 +216,41 @@ def test_a_hook_disabled_by_its_error_can_be_enabled_again(
         hooked(1)
         assert (handle.enabled, handle.calls, len(records)) == (False, times, times)
         handle.enable()
+
+
+def test_a_hook_that_its_error_disabled_says_so_wherever_it_is_shown() -> None:
+    def bad(*_: object) -> None:
+        msg = "boom\nwith more lines"
+        raise ValueError(msg)
+
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU())
+    group = fh.register(model, ["0", "1"], bad, on_error="disable")
+    first, second = group
+    model[0](torch.ones(1))
+    why = "disabled by on_error after ValueError: boom"
+    copied = copy.deepcopy(model)
+    assert (first.failure, second.failure) == ("ValueError: boom", None)
+    assert repr(first) == f"<HookHandle id={first.id} phase=forward {why}, calls=1>"
+    assert repr(group) == f"<HandleGroup of 2 hooks, registered, 1 {why}, calls=1>"
+    for hooked in (model, copied):
+        listed = fh.hooks(hooked)
+        assert [why in line for line in repr(listed).splitlines()] == [False, True, False]
+        assert [why in repr(each) for each in listed] == [True, False]
+        assert why in listed._repr_html_()
+        assert str(fh.summary(hooked)).count(why) == 1
+    wrapped: Any = fh.HookedModule(torch.nn.ReLU())
+    wrapped.register_forward_hook(bad, on_error="disable")
+    wrapped(torch.ones(1))
+    assert [info.failure for info in wrapped.hooks()] == ["ValueError: boom"]
+    assert why in repr(wrapped.hooks())
+    # `disable` keeps the reason of a hook that is disabled already; `enable` forgets it.
+    group.disable()
+    assert (first.failure, second.failure) == ("ValueError: boom", None)
+    assert "2 disabled by on_error after ValueError: boom" in repr(group)
+    group.enable()
+    assert (first.failure, why in repr(group)) == (None, False)
+    first.disable()
+    assert repr(first).endswith("forward disabled, calls=1>")
 
 
 def test_ignore_continues_silently_and_calls_the_hook_again(

@@ -65,6 +65,30 @@ def test_a_typed_hook_fixes_its_arguments(hooked: fh.HookedModule[Failing], kind
     assert hooked.hooks() == []
 
 
+@pytest.mark.parametrize(
+    ("option", "phases"),
+    [
+        ("with_kwargs", ["backward_pre", "backward"]),
+        ("always_call", ["forward_pre", "backward_pre", "backward"]),
+    ],
+)
+def test_an_option_that_a_phase_would_ignore_is_refused(option: str, phases: list[Any]) -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    options: dict[str, Any] = {option: True}
+    for phase in phases:
+        for refused in (
+            lambda phase=phase: fh.register(model, "0", ignore, phase=phase, **options),
+            lambda phase=phase: fh.on("0", ignore, phase=phase, **options),
+            lambda phase=phase: fh.HookedModule(model)._registry.register(phase, ignore, **options),
+        ):
+            with pytest.raises(fh.HookTypeError, match=f"{option} is not for {phase} hooks"):
+                refused()
+    for phase, kind in (("forward_pre", fh.ForwardPreHook), ("backward", fh.BackwardHook)):
+        with pytest.raises(fh.HookTypeError, match=f"always_call is not for {phase} hooks"):
+            fh.register(model, "0", kind(ignore), always_call=True)
+    assert fh.hooks(model) == []
+
+
 @pytest.mark.parametrize("kind", TYPED)
 def test_a_typed_hook_wraps_a_callable(kind: str) -> None:
     for wrong, name in ((None, "NoneType"), (3, "int"), ("f", "str")):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
 import threading
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook.compat.transformer_lens import HookedRootModule
 from support.hooks import add, ignore
 from support.internals import instrumented
 from support.limits import LIMIT
@@ -165,3 +168,62 @@ def test_names_near_to_those_of_run_do_not_reach_the_model(name: str, meant: str
     with pytest.raises(fh.HookTypeError, match=f"^run takes {meant}=, not {name}="):
         fh.run(Swallows(), torch.ones(2), **{name: {"": lambda *_: None}})
     assert torch.equal(fh.run(Swallows(), torch.ones(2), mask=3), torch.ones(2))
+
+
+class Swallowing(nn.Module):
+    """Takes any keyword, as models of transformers do."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        self.kwargs = kwargs
+        return x
+
+
+class Naming(Swallowing):
+    """Names keywords that are options of hooks and captures."""
+
+    def forward(self, x: Tensor, at: Any = None, *, dtype: Any = None, **kwargs: Any) -> Tensor:
+        self.named = at, dtype
+        return super().forward(x, **kwargs)
+
+
+OPTIONS = sorted(
+    {
+        name
+        for function in (fh.register, fh.on, fh.keep, fh.capture)
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    | {"deadline", "keep", "select", "what"}
+)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_run_does_not_have_is_refused_by_name(name: str) -> None:
+    model, x = Swallowing(), torch.ones(2)
+    lens = HookedRootModule.wrap(Swallowing())
+    ways: list[Any] = [functools.partial(fh.run, model, x, hooks={"": add(1)})]
+    if name in inspect.signature(fh.keep).parameters:
+        ways.append(functools.partial(fh.run, torch.compile(model, backend="eager"), x))
+    own = inspect.signature(HookedRootModule.run_with_cache).parameters
+    if name not in {"keep", "select", "what"} | own.keys():
+        ways += [functools.partial(way, x) for way in (lens.run_with_hooks, lens.run_with_cache)]
+    for way in ways:
+        with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+            way(**{name: None})
+    assert "kwargs" not in vars(model)
+
+
+def test_a_keyword_that_the_model_names_reaches_it() -> None:
+    x = torch.ones(2)
+    model = Naming()
+    compiled: Any = torch.compile(Naming(), backend="eager")
+    for called, own in (
+        (model, model),
+        (fh.HookedModule(model), model),
+        (compiled, compiled._orig_mod),
+    ):
+        assert torch.equal(fh.run(called, x, hooks={"": add(1)}, at=-1, dtype=3, more=4), x + 1)
+        assert (own.named, own.kwargs) == ((-1, 3), {"more": 4})
+    lens = HookedRootModule.wrap(Naming())
+    lens.run_with_hooks(x, at=5)
+    assert lens.inner.named == (5, None)

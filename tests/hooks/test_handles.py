@@ -438,8 +438,8 @@ def test_a_handle_may_be_removed_inside_its_with_block(hooked: fh.HookedModule[n
 def test_a_handle_describes_its_hook(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
     handle = register(hooked, phase, ignore, priority=3)
     (row,) = hooked.hooks()
-    assert tuple(row) == (handle.id, phase, ignore, 3, True, 0)
-    assert row._fields == ("id", "phase", "hook", "priority", "enabled", "calls")
+    assert tuple(row) == (handle.id, phase, ignore, 3, True, 0, None)
+    assert row._fields == ("id", "phase", "hook", "priority", "enabled", "calls", "failure")
     assert (handle.phase, handle.removed, handle.enabled) == (phase, False, True)
     assert (handle.calls, handle.priority) == (0, 3)
     handle.disable()

@@ -143,6 +143,22 @@ def test_the_earliest_deadline_ends_a_call() -> None:
         assert model(x) == 12
 
 
+def test_a_deadline_that_nothing_asked_for_raises_at_the_end_of_its_block() -> None:
+    model, x = nn.Sequential(Doubling()), torch.tensor(3.0)
+    reached = []
+    never = pytest.raises(TimeoutError, match=r"nothing could end it earlier: register check_")
+    with never, deadline(0.0):
+        reached.append(model(x))
+    assert reached == [6]
+    with deadline(LIMIT):
+        assert model(x) == 6
+    # The block's own exception stays, and an outer limit is the inner one's end.
+    with pytest.raises(KeyError), deadline(0.0):
+        raise KeyError
+    with pytest.raises(TimeoutError), deadline(0.0), deadline(LIMIT):
+        model(x)
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_a_deadline_in_the_past_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="at least 0 seconds from now, got"), deadline(seconds):

@@ -36,6 +36,7 @@ from ferrohook.client.errors import (
 )
 from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
 from ferrohook.errors import HookTypeError, NeverFiredWarning
+from ferrohook.groups import refuse_swallowed
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
 
@@ -57,6 +58,14 @@ _PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 _STRANGE: Final = "the answer is not one of ferrohook's servers"
 _CUT_OFF: Final = {"abort", "error"}
 """Reasons for the end of a text that is not whole."""
+
+
+_MEANT: Final[dict[str, str]] = dict.fromkeys(("hooks", "capture", "keep", "on", "plans"), "plan")
+"""Names for a plan."""
+
+
+def _fields(*, stop: Any, priority: Any) -> None:
+    """Names the fields of completions that are named as options of plans are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +127,7 @@ class Calls:
     ) -> Steps[Pending]:
         """Prepares the request for a text."""
         chat = _is_chat(prompt)
+        refuse_swallowed("generate", _fields, options, _MEANT)
         body: dict[str, Any] = {"messages" if chat else "prompt": prompt, **options}
         if model is not None:
             body["model"] = model

@@ -8,14 +8,14 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.arguments import at_least_one
 from ferrohook.data.folder import Folder
 from ferrohook.data.shard import Shard
 from ferrohook.data.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
 from ferrohook.data.writer import Writer, closed_message
-from ferrohook.errors import StoreError, UnverifiedWarning
+from ferrohook.errors import HookTypeError, StoreError, UnverifiedWarning
 from ferrohook.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.data.index import IndexedBatch
+
+
+MOST_PENDING: Final = 2**28
+"""Bytes that may wait to be written."""
 
 
 class LocalStore(Store):
@@ -50,7 +54,7 @@ class LocalStore(Store):
         folder: str | os.PathLike[str],
         *,
         read_only: bool = False,
-        max_pending: int = 2**28,
+        max_pending: int | None = None,
         sync: bool = False,
     ) -> None:
         """Opens a folder; creates it if it is missing.
@@ -58,15 +62,21 @@ class LocalStore(Store):
         Args:
             folder: folder of the store, with a folder for each run.
             read_only: only read, beside a store that writes to the folder.
-            max_pending: bytes that may wait to be written; a larger batch waits alone.
+            max_pending: bytes that may wait to be written, 256 MiB by default; a larger batch waits
+                alone.
             sync: written batches survive a loss of power too; slower.
 
         Raises:
             StoreError: the folder cannot be written, another store writes to it, or with
                 `read_only` it is missing.
-            HookTypeError: an option has the wrong type.
+            HookTypeError: an option has the wrong type, or is for writing, with `read_only`.
             ValueError: `max_pending` is below 1.
         """
+        if read_only and (sync or max_pending is not None):
+            msg = "max_pending and sync are for writing: leave them out with read_only"
+            raise HookTypeError(msg)
+        if max_pending is None:
+            max_pending = MOST_PENDING
         max_pending = at_least_one("max_pending", max_pending, "a number of bytes")
         self._folder = Folder(Path(folder), sync=sync)
         self._max_pending = max_pending

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import transformers
@@ -39,6 +39,7 @@ from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
 from ferrohook.errors import HookError
+from ferrohook.groups import refuse_swallowed
 from ferrohook.quantity import quantities
 
 if TYPE_CHECKING:
@@ -96,6 +97,13 @@ def capabilities_of(model: nn.Module) -> Capabilities:
     return dataclasses.replace(CAPABILITIES, quantities=shown)
 
 
+_MEANT: Final = {
+    **dict.fromkeys(("hooks", "capture", "keep", "on", "plan"), "plans"),
+    "plans": "plan",
+}
+"""Names for plans, and what is taken instead of each."""
+
+
 def generate_batch(
     model: Any,
     inputs: Sequence[Sequence[int]],
@@ -120,7 +128,8 @@ def generate_batch(
 
     Raises:
         ValueError: as many plans as inputs are needed.
-        HookTypeError: a plan is neither a `Plan` nor a `Prepared`.
+        HookTypeError: a plan is neither a `Plan` nor a `Prepared`; or an option is one of a plan's
+            entries, which the model's own does not name.
         HookError: a plan does not fit the model or cannot be served; or see `attach`.
 
     Examples:
@@ -128,6 +137,7 @@ def generate_batch(
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")
+    refuse_swallowed("generate_batch", type(model).generate_batch, options, _MEANT)
     prompts = _with_plans(EnginePlans(model, dim=ROWS), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
     stand_in = _AttachingModel(model, prompts, untried)
@@ -259,6 +269,7 @@ class Attached:
                 has the id; or `close` was called.
         """
         self._check_open()
+        refuse_swallowed("add_request", type(self.manager).add_request, options, _MEANT)
         prompt = _Prompt(input_ids, plan)
         added: str | None = self.manager.add_request(prompt, request_id, *args, **options)
         return added
@@ -277,6 +288,7 @@ class Attached:
             HookError, HookTypeError: see `add_request`.
         """
         self._check_open()
+        refuse_swallowed("add_requests", type(self.manager).add_requests, options, _MEANT)
         prompts = _with_plans(self._planned.plans, inputs, plans)
         added: list[str] = self.manager.add_requests(prompts, *args, **options)
         return added

@@ -24,7 +24,7 @@ from ferrohook._core import frames
 from ferrohook.arguments import at_least_one, expect
 from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
 from ferrohook.rows import batch
-from ferrohook.service.deadlines import TOO_LATE, deadline
+from ferrohook.service.deadlines import TOO_LATE, limited
 from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
 from ferrohook.service.spans import annotate
 from ferrohook.service.waiting import Limits, Line, Ticket
@@ -339,7 +339,7 @@ class Batcher(Generic[In, Out]):
             if not members:
                 return None
             latest = max(ticket.deadline for ticket in members)
-            stack.enter_context(deadline(max(0.0, latest - monotonic())))
+            stack.enter_context(limited(max(0.0, latest - monotonic())))
             if owned:
                 size = sum(ticket.rows for ticket in members)
                 stack.enter_context(batch(owned, self._dim, size=size, warn=False))

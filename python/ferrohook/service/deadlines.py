@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from contextvars import ContextVar
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -15,31 +17,64 @@ if TYPE_CHECKING:
 
 TOO_LATE: Final = "the time for this call is over"
 
-_deadline: ContextVar[float] = ContextVar("ferrohook_deadline", default=float("inf"))
+
+@dataclasses.dataclass(eq=False)
+class _Limit:
+    """A deadline, as early as the one around it."""
+
+    end: float
+    around: _Limit | None
+    asked: bool = False
+    """True once something has asked for it, which then keeps it."""
+
+
+_limit: ContextVar[_Limit | None] = ContextVar("ferrohook_deadline", default=None)
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Sets a time limit for the calls of this context, see `check_deadline`.
 
-    Of nested deadlines the earliest applies.
+    Of nested deadlines the earliest applies. Requests that a `Batcher` gets inside have it too.
 
     Raises:
         ValueError: `seconds` is negative or NaN.
+        TimeoutError: at the end of the block, if it took longer and neither `check_deadline` nor a
+            `Batcher` asked for the limit: then nothing could end a call.
     """
+    with limited(seconds) as limit:
+        yield
+    if not limit.asked and monotonic() > limit.end:
+        msg = (
+            f"{TOO_LATE}, and nothing could end it earlier: register check_deadline on the modules "
+            'that may, as in fh.register(model, "layers.*", check_deadline, phase="forward_pre")'
+        )
+        raise TimeoutError(msg)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[_Limit]:
+    """Sets a time limit, as `deadline`, for a caller that looks at the end itself."""
     if not seconds >= 0:
         msg = f"a deadline is at least 0 seconds from now, got {seconds}"
         raise ValueError(msg)
-    token = _deadline.set(min(_deadline.get(), monotonic() + seconds))
+    around = _limit.get()
+    end = monotonic() + seconds
+    limit = _Limit(end if around is None else min(around.end, end), around)
+    token = _limit.set(limit)
     try:
-        yield
+        yield limit
     finally:
-        _deadline.reset(token)
+        _limit.reset(token)
 
 
 def current_deadline() -> float:
     """Returns the end of this context's deadline, as `time.monotonic` tells it; inf without one."""
-    return _deadline.get()
+    innermost = each = _limit.get()
+    while each is not None:
+        each.asked = True
+        each = each.around
+    return inf if innermost is None else innermost.end
 
 
 def check_deadline(_module: object, _args: object) -> None:
@@ -55,5 +90,5 @@ def check_deadline(_module: object, _args: object) -> None:
         >>> with deadline(2.0):
         ...     model(ids)
     """
-    if monotonic() > _deadline.get():
+    if monotonic() > current_deadline():
         raise TimeoutError(TOO_LATE)

@@ -15,7 +15,7 @@ use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::{Firing, Owned};
 use crate::contexts::regions::{self, Regions};
 use crate::contexts::scoped::Scoped;
-use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
+use crate::hooks::handle::{HookHandle, Timeout, failure_of, wait_interruptibly};
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
@@ -143,13 +143,14 @@ impl Registry {
     ) -> PyResult<HookHandle> {
         let py = hook.py();
         let mut hook = Hook::new(hook, phase, options, &self.hooks, name)?;
+        let failure = hook.failure.clone();
         let scope = match audience {
             Audience::Scope(ScopeArg(scope)) => scope.get(),
             Audience::Everybody(place) => {
                 hook.place = place;
                 let hook = hook.register(py, phase, placement, &self.hooks);
                 note_registered(py, &hook)?;
-                return Ok(HookHandle::new(hook, None));
+                return Ok(HookHandle::new(hook, None, failure));
             }
         };
         let native = hook.native(py);
@@ -168,7 +169,8 @@ impl Registry {
         }
         scope.changes().note();
         note_registered(py, &handle)?;
-        Ok(HookHandle::new(handle, Some(Arc::clone(scope.changes()))))
+        let changes = Arc::clone(scope.changes());
+        Ok(HookHandle::new(handle, Some(changes), failure))
     }
 
     /// Takes the snapshot of a phase that begins: the hooks of every context and those of the
@@ -319,7 +321,7 @@ impl Registry {
     }
 
     /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
-    /// phase, hook, priority, enabled, calls, seconds) each.
+    /// phase, hook, priority, enabled, calls, failure, seconds) each.
     #[pyo3(signature = (phase = None))]
     fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
@@ -333,6 +335,7 @@ impl Registry {
                         entry.priority(),
                         entry.enabled(),
                         entry.calls(),
+                        failure_of(entry.enabled(), &entry.hook().failure),
                         entry.hook().seconds(),
                     ));
                 }
@@ -350,7 +353,7 @@ impl Registry {
             let hook = entry.hook();
             let place = hook.place.as_ref();
             let place = place.map(|place| Ok::<_, PyErr>((place.file(py)?, place.line())));
-            let handle = HookHandle::new(self.hooks.handle(entry), None);
+            let handle = HookHandle::new(self.hooks.handle(entry), None, hook.failure.clone());
             Ok((hook.object().bind(py).clone(), handle, place.transpose()?))
         };
         entries
@@ -389,6 +392,9 @@ impl Registry {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
             let mut copied = Hook::new(&copied, phase, hook.options, fork, hook.module_name())?;
+            if let (Some(copied), Some(failure)) = (&copied.failure, &hook.failure) {
+                copied.lock().clone_from(&failure.lock());
+            }
             copied.place = hook.place.as_ref().map(|place| place.clone_ref(copy.py()));
             Ok::<_, PyErr>(copied)
         })?;
@@ -526,7 +532,16 @@ type ForEverybody<'py> = (
     Option<(Bound<'py, PyString>, c_int)>,
 );
 
-type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64, Option<f64>);
+type Row = (
+    u64,
+    &'static str,
+    Py<PyAny>,
+    i64,
+    bool,
+    u64,
+    Option<String>,
+    Option<f64>,
+);
 
 fn selected(phase: Option<PhaseName>) -> impl Iterator<Item = Phase> {
     Phase::ALL

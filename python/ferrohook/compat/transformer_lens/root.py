@@ -43,6 +43,7 @@ from ferrohook.compat.transformer_lens.names import (
 from ferrohook.compat.transformer_lens.slices import Slice, SliceInput
 from ferrohook.compat.transformer_lens.wrapped import WrappedModel, make_points
 from ferrohook.errors import HookTypeError, NeverFiredWarning
+from ferrohook.groups import refuse_swallowed
 from ferrohook.instrumentation import registry_of
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
@@ -56,6 +57,13 @@ if TYPE_CHECKING:
 NameOrFilter: TypeAlias = "str | Callable[[str], bool]"
 """A hook point's name, or a predicate of names."""
 Hooks: TypeAlias = "Iterable[tuple[NameOrFilter, HookFunction]]"
+
+
+_MEANT = {
+    **dict.fromkeys(("fwd_hooks", "bwd_hooks"), "names_filter"),
+    **dict.fromkeys(("names_filter", "remove_batch_dim", "incl_bwd", "pos_slice"), "fwd_hooks"),
+}
+"""Options of the other of two functions that call the model, and what each takes instead."""
 
 
 class _HooksContext:
@@ -373,8 +381,10 @@ class HookedRootModule(nn.Module):
 
         Raises:
             SelectionError: no hook point has that name.
-            HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`.
+            HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`; or a keyword is an
+                option of hooks or captures that the model's forward does not name.
         """
+        refuse_swallowed("run_with_hooks", self.forward, model_kwargs, _MEANT)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
@@ -417,11 +427,13 @@ class HookedRootModule(nn.Module):
 
         Raises:
             SelectionError: no hook point has that name.
-            HookTypeError: `names_filter` is of another type.
+            HookTypeError: `names_filter` is of another type; or a keyword is an option of hooks or
+                captures that the model's forward does not name.
             ValueError: `remove_batch_dim` with a first argument whose batch size is not 1, an
                 unknown `copy`, or an invalid `pos_slice`.
             RuntimeError: `incl_bwd` with an output that is no scalar, or an invalid `device`.
         """
+        refuse_swallowed("run_with_cache", self.forward, model_kwargs, _MEANT)
         if remove_batch_dim and model_args:
             _check_batch(model_args[0])
         points = points_filtered(self, names_filter)

@@ -195,6 +195,16 @@ impl Collector {
         self.transformed.load(Ordering::Relaxed)
     }
 
+    /// True if autograd recorded one of the tensors of `values`, so that a gradient may come.
+    fn awaits_gradients(&self, index: usize) -> bool {
+        let store = self.store.lock();
+        let mut tensors = store.kept[index]
+            .calls
+            .iter()
+            .flat_map(|kept| &kept.tensors);
+        tensors.any(|tensor| tensor.recorded)
+    }
+
     /// Has readers ask Python for values, which may have to wait for a GPU first.
     fn await_values(&self) {
         // Relaxed: readers know of the batch that was left here.

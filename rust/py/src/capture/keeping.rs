@@ -227,19 +227,22 @@ impl<'a, 'py> Keeping<'a, 'py> {
                 version = version_if_any(&stored)?;
             }
         }
+        let mut recorded = false;
         if this.keeps_gradients() {
             let slot = TensorSlot {
                 index: self.index,
                 serial: self.serial,
                 position: self.tensors.len(),
             };
-            self.tapped.push(tap(self.collector, slot, tensor)?);
+            recorded = tap(self.collector, slot, tensor)?;
+            self.tapped.push(recorded);
         }
         self.bytes += this.bytes(&stored)?;
         self.tensors.push(KeptTensor {
             value: stored.unbind(),
             version,
             gradient: None,
+            recorded,
             order: Order::Any,
         });
         Ok(kept)

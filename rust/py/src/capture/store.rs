@@ -20,6 +20,8 @@ pub struct KeptTensor {
     pub value: Py<PyAny>,
     pub version: Option<i64>,
     pub gradient: Option<Gradient>,
+    /// True if autograd recorded it, so that a gradient may come.
+    pub recorded: bool,
     /// For readers on other streams, of what one of them made; the others know of the call.
     pub order: Order,
 }
@@ -40,6 +42,7 @@ impl KeptTensor {
             value: tensor.clone().unbind(),
             version,
             gradient: None,
+            recorded: false,
             order,
         }))
     }

@@ -242,6 +242,7 @@ impl<'py> Stored<'py> {
             value: tensor.clone().unbind(),
             version: version.filter(|_| checks),
             gradient: None,
+            recorded: false,
             order: Order::Any,
         });
         Kept {

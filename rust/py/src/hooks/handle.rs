@@ -11,7 +11,7 @@ use pyo3::types::PyString;
 use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
 use crate::hooks::changes::Changes;
-use crate::hooks::hook::Hook;
+use crate::hooks::hook::{Failure, Hook};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// Handle of one registered hook: removes, disables and describes it.
@@ -22,12 +22,24 @@ pub struct HookHandle {
     hook: Handle<Hook>,
     /// Changes of the frame that the hook is of.
     changes: Option<Arc<Changes>>,
+    failure: Failure,
 }
 
 impl HookHandle {
     /// Makes the handle of a hook; `changes`: those of its frame.
-    pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>) -> Self {
-        Self { hook, changes }
+    pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>, failure: Failure) -> Self {
+        Self {
+            hook,
+            changes,
+            failure,
+        }
+    }
+
+    /// Forgets which error disabled the hook.
+    fn clear_failure(&self) {
+        if let Some(failure) = &self.failure {
+            *failure.lock() = None;
+        }
     }
 
     /// The core handle.
@@ -60,6 +72,12 @@ impl HookHandle {
     #[getter]
     fn enabled(&self) -> bool {
         self.hook.enabled()
+    }
+
+    /// Error that disabled the hook by its `on_error`, as text; None for a hook that none disabled.
+    #[getter]
+    fn failure(&self) -> Option<String> {
+        failure_of(self.hook.enabled(), &self.failure)
     }
 
     /// Number of the hook's calls that have returned or raised.
@@ -118,11 +136,15 @@ impl HookHandle {
 
     /// Skips the hook until `enable`; its place in the order stays.
     fn disable(&self) {
+        if self.hook.enabled() {
+            self.clear_failure();
+        }
         self.hook.set_enabled(false);
     }
 
     /// Lets the hook fire again, at its place in the order.
     fn enable(&self) {
+        self.clear_failure();
         self.hook.set_enabled(true);
     }
 
@@ -138,11 +160,14 @@ impl HookHandle {
 
     fn __repr__(&self) -> String {
         let state = if self.hook.removed() {
-            "removed"
+            "removed".to_owned()
         } else if self.hook.enabled() {
-            "enabled"
+            "enabled".to_owned()
         } else {
-            "disabled"
+            self.failure().map_or_else(
+                || "disabled".to_owned(),
+                |error| format!("disabled by on_error after {error}"),
+            )
         };
         format!(
             "<HookHandle id={} phase={} {state}, calls={}>",
@@ -169,8 +194,14 @@ impl HookHandle {
         let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry, None)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
-        Ok(Self::new(handle, None))
+        Ok(Self::new(handle, None, None))
     }
+}
+
+/// Returns the error that disabled a hook.
+pub fn failure_of(enabled: bool, failure: &Failure) -> Option<String> {
+    let failure = failure.as_ref().filter(|_| !enabled)?;
+    failure.lock().clone()
 }
 
 /// Time limit in seconds.

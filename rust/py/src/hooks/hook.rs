@@ -1,15 +1,17 @@
 //! `Hook`: a Python callable or a native hook, with its options.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Handle, Phase, Placement, Registry, Watch};
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
-use crate::hooks::options::HookOptions;
+use crate::hooks::options::{HookOptions, OnError};
 use crate::hooks::place::Place;
 
 /// Callback of a registry's entry.
@@ -22,9 +24,14 @@ pub struct Hook {
     times: Option<Box<Times>>,
     /// Where it was registered, if for everybody.
     pub place: Option<Place>,
+    pub failure: Failure,
     /// The module, if the hook has one of its own for it or is of a plan.
     module: Option<Box<ForModule>>,
 }
+
+/// Error that disabled a hook by its `on_error`, as text, shared with the hook's handles. None where
+/// no error does.
+pub type Failure = Option<Arc<Mutex<Option<String>>>>;
 
 struct ForModule {
     name: String,
@@ -90,6 +97,18 @@ impl Hook {
                 ),
             ));
         }
+        let backward = matches!(phase, Phase::BackwardPre | Phase::Backward);
+        for (given, option, taken) in [
+            (options.with_kwargs, "with_kwargs", !backward),
+            (options.always_call, "always_call", phase == Phase::Forward),
+        ] {
+            if given && !taken {
+                return Err(hook_type_error(
+                    py,
+                    format!("{option} is not for {phase} hooks, which would ignore it"),
+                ));
+            }
+        }
         if native.is_none() {
             if !object.is_callable() {
                 return Err(hook_type_error(
@@ -122,6 +141,7 @@ impl Hook {
                 })
             }),
             place: None,
+            failure: (options.on_error == OnError::Disable).then(Arc::default),
             module,
         })
     }

@@ -59,6 +59,10 @@ impl Site<'_, '_> {
         if policy == OnError::Raise {
             return Err(error);
         }
+        if let Some(failure) = &self.entry.hook().failure {
+            let text = error.to_string();
+            *failure.lock() = text.lines().next().map(str::to_owned);
+        }
         // Several threads may fail at once: the one that disables the hook logs.
         if policy == OnError::Disable && self.entry.disable() {
             let message = format!("disabled {}: it raised", self.describe());
