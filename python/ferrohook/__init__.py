@@ -7,6 +7,8 @@ installed.
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from typing import TYPE_CHECKING
 
 from ferrohook._core import HookHandle as HookHandle
@@ -148,15 +150,27 @@ _NEEDS_TORCH = {
 _MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 
 
+# A fork waits for imports on other threads: the child would wait for their locks for ever.
+_IMPORTING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_IMPORTING.acquire,
+        after_in_parent=_IMPORTING.release,
+        after_in_child=_IMPORTING.release,
+    )
+
+
 def __getattr__(name: str) -> object:
     for module, names in _NEEDS_TORCH.items():
         if name in names:
-            value = getattr(importlib.import_module(f"ferrohook.{module}"), name)
+            with _IMPORTING:
+                value = getattr(importlib.import_module(f"ferrohook.{module}"), name)
             # Later look-ups skip this function, which takes microseconds and import locks.
             globals()[name] = value
             return value
     if name in _MODULES:
-        return importlib.import_module(f"ferrohook.{name}")
+        with _IMPORTING:
+            return importlib.import_module(f"ferrohook.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

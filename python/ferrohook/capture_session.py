@@ -211,7 +211,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
             write in place; `clone` copies; `ref` stores a reference without that check. `checked`
             copies inference tensors, which have no version, and tensors in compiled regions, where
-            buffers are reused.
+            buffers are reused. It does not see writes through `.data`, `.numpy()` or the storage,
+            which change no version: use `clone` there.
         calls: calls of each module to store: the `last` one, `all`, or an int for that many of the
             latest.
         grads: capture the tensors' gradients too, in `ActivationCache.grads`: the sum of those of

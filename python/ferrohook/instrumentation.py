@@ -534,3 +534,21 @@ def restore(model: nn.Module) -> None:
                 "fh.hooks(model) lists them with their lines, fh.clear(model) removes them"
             )
         raise HookError(msg)
+
+
+def _warm_up() -> None:
+    """Hooks and calls a module, so that a fork finds the values of the process made.
+
+    The extension makes each at its first use, and lets go of the GIL meanwhile. The child of a fork
+    at that moment would wait for ever.
+    """
+    module, attachment = nn.Identity(), Attachment()
+    try:
+        attachment.instrument([module], make_class, explicit=True)
+        attachment.register([module], "forward", lambda *_: None, names=[""])
+        module(None)
+    finally:
+        attachment.release()
+
+
+_warm_up()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.by_day import by_day
-from support.interpreters import assert_ends_well, run_with_torch
+from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 
 FIRST_CALLS = {
     "wrapped": """
@@ -161,3 +161,35 @@ for entering in range({by_day(36, of=100)}):
 littering = False
 """
     assert_ends_well(run_with_torch(code))
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_fork_during_the_first_registering_of_another_thread_ends(moment: int) -> None:
+    code = f"""
+import faulthandler
+import torch
+from torch import nn
+import ferrohook as fh
+model, begun = nn.Sequential(nn.ReLU(), nn.ReLU()), threading.Event()
+
+def register():
+    begun.set()
+    fh.register(model, "0", lambda *_: None)
+
+thread = threading.Thread(target=register)
+thread.start()
+begun.wait()
+time.sleep({moment} * 0.02)  # a moment within the import, or after it
+with warnings.catch_warnings(action="ignore"):
+    child = os.fork()
+if not child:
+    faulthandler.dump_traceback_later(20, exit=True)
+    fh.register(model, "1", lambda *_: None)
+    with fh.capture(model, "1") as acts:
+        model(torch.ones(1))
+    os._exit(0 if "1" in acts else 2)
+thread.join()
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert status == 0, status
+"""
+    assert_ends_well(run_fresh(code))
