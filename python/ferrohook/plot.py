@@ -138,10 +138,13 @@ def logit_lens(  # noqa: PLR0913 (all but three by keyword)
     """
     rows = _rows(acts, pattern)
     best, ids = [], []
-    for (name, _, _, hidden), _ in rows:
+    for read, _ in rows:
+        hidden = read.leaf
         if hidden.dim() != 3:  # noqa: PLR2004 (batch, positions, width)
             shape = tuple(hidden.shape)
-            msg = f"a hidden state has the shape (batch, positions, width), {name!r} has {shape}"
+            msg = (
+                f"a hidden state has the shape (batch, positions, width), {read.name!r} has {shape}"
+            )
             raise HookTypeError(msg)
         with torch.no_grad():
             found = to_logits(hidden[row]).float().softmax(-1).max(-1)
