@@ -106,6 +106,7 @@ class Spec:
     enabled: bool
 
     def register(self, model: nn.Module, scope: fh.Scope | None) -> fh.HandleGroup:
+        phase: Any
         phase, hook = KINDS[self.kind]
         handles = fh.register(model, self.place, hook, phase=phase, scope=scope)
         if not self.enabled:
@@ -263,7 +264,7 @@ def play(script: Script, how: list[How]) -> Outcome:
             with entered_elsewhere(model, script.foreign):
                 loss = sum(output.sum() for output in outputs)
                 for number in range(script.backwards):
-                    loss.backward(retain_graph=number + 1 < script.backwards)  # type: ignore[union-attr]
+                    loss.backward(retain_graph=number + 1 < script.backwards)
 
         if script.thread:
             with ThreadPoolExecutor(1) as pool:
