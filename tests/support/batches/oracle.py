@@ -266,8 +266,8 @@ class Oracle:
             for each in self.live:
                 owner = self.owners[each]
                 owner.used = True
-                entries = [*(placed.hook for placed in owner.hooks), *owner.keeps]
-                fails = any(entry.at in FAILING for entry in entries)
+                ats = [placed.hook.at for placed in owner.hooks] + [keep.at for keep in owner.keeps]
+                fails = any(at in FAILING for at in ats)
                 owner.failed |= fails and step.positions is not None
             ended, seen = "entered", self._calls(number, step)
         if outer is not None:
