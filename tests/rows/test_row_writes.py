@@ -49,6 +49,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "one, and a view of it": lambda x: views(x * 2, itself, lambda y: y[..., :2]),
     "two views": lambda x: views(x * 2, lambda y: y[..., :2], lambda y: y[..., 1:]),
     "chunks": lambda x: (x * 2).chunk(2, -1),
+    "one, and an empty view at its end": lambda x: views(x * 2, itself, lambda y: y[..., WIDTH:]),
     "another shape": lambda x: views(x * 2, itself, lambda y: y.view(-1, 2, 2).mT),
     "saved by its operation": lambda x: x.exp(),
     "saved, and a view of it": lambda x: views(x.sigmoid(), itself, lambda y: y.view(-1, 2, 2)),

@@ -58,13 +58,13 @@ impl Form {
         expanded.map(|(at, _)| at).collect()
     }
 
-    /// Returns the place of the last number of a row, behind that of its first.
-    fn reach(&self, dim: usize) -> usize {
+    /// Returns how many places of the storage a row spans, from its first number to its last.
+    fn span(&self, dim: usize) -> usize {
         let dims = self.shape.iter().zip(&self.strides).enumerate();
-        let others = dims.filter(|(at, _)| *at != dim);
-        others
-            .map(|(_, (length, stride))| length.saturating_sub(1) * stride)
-            .sum()
+        let others = dims.filter(|(at, _)| *at != dim).map(|(_, it)| it);
+        let last = others.map(|(length, stride)| Some(length.checked_sub(1)? * stride));
+        // None for an empty row, which may stand at the end of the storage.
+        last.sum::<Option<usize>>().map_or(0, |last| last + 1)
     }
 }
 
@@ -190,7 +190,7 @@ impl<'py> Blocks<'py> {
         }
         let (dim, size) = (layout.dim, layout.size);
         let start = forms.iter().map(|it| it.offset).min().unwrap_or_default();
-        let ends = forms.iter().map(|it| it.offset + it.reach(dim) + 1);
+        let ends = forms.iter().map(|it| it.offset + it.span(dim));
         let width = ends.max().unwrap_or_default() - start;
         let step = if size == 1 {
             width
