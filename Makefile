@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean rivals
+.PHONY: help demo service test nightly quantities lint bench figures plots load loom vllm sglang cuda fake-cuda release workflow docs build format clean rivals
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -22,17 +22,37 @@ demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of tw
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
 	$(BIN)/python -m examples.service
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
+# Dependency groups beside test and models that the tests of a folder need.
+NEEDS_analysis := show
+NEEDS_capture := show
+NEEDS_cli := show
+NEEDS_client := inspect service
+NEEDS_compat := oracle
+NEEDS_demos := notebook ray service
+NEEDS_docs := notebook service
+NEEDS_groups := show
+NEEDS_instrumentation := oracle
+NEEDS_plans := service
+NEEDS_plot := show
+NEEDS_profiling := show
+NEEDS_rows := oracle
+NEEDS_scopes := service
+NEEDS_service := service
+folders = $(if $(T),$(foreach each,$(T),$(word 2,$(subst /, ,$(each)))),$(notdir $(wildcard tests/*)))
+needs = $(addprefix $(VENV)/,test models $(sort $(foreach each,$(folders),$(NEEDS_$(each)))))
+
+test: build $(needs) ## All tests that need no special interpreter; T=tests/rows for a part, WHOLE=1 for all cases
+ifndef T
 	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
 	script/embedded
-	$(PYTEST)
+endif
+	$(PYTEST) $(if $(WHOLE),--whole) $(T)
 
-batches: build $(VENV)/test $(VENV)/models $(VENV)/oracle $(VENV)/ray ## 5,000 random batches, and the tests that do a part by day whole, six minutes on two cores
-	$(PYTEST) --requests 5000 tests/rows/test_rows_machine.py
-	$(PYTEST) --every-case $$(grep -rl --include='test_*.py' by_day tests)
+nightly: build $(VENV)/test $(VENV)/release ## Every lane whole, one table for the commit; LANES="vllm sglang" for some
+	$(BIN)/python script/nightly.py $(LANES)
 
-quantities: build $(VENV)/test $(VENV)/models ## Quantities of all causal language models of transformers, against their golden file
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --all-models tests/quantity/test_zoo.py
+quantities: build $(VENV)/test $(VENV)/models ## Quantities of all language models of transformers, against their golden file
+	$(PYTEST) --whole tests/quantity/test_zoo.py
 
 fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
 	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
@@ -68,24 +88,11 @@ load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of
 loom: ## Every interleaving of the core's threads, within loom's model
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
 
-free-threaded: $(BIN)/maturin $(VENV)/release ## The tests on a CPython without a GIL
-	script/free-threaded
-
-oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
-	script/oldest
-
-interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPython 3.12 or 3.13, in turn by day
-	script/interpreters $(TURN)
-
-vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes; RUNNER=v2, RELEASE=0.33.0
+vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU; RUNNER=v2, RELEASE=0.33.0
 	RUNNER=$(RUNNER) RELEASE=$(RELEASE) script/vllm
 
-sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU
-	script/sglang
-
-ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, 46 minutes on two busy cores
-	script/saelens
-	script/ecosystem
+sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU; RELEASE=0.5.22
+	RELEASE=$(RELEASE) script/sglang
 
 release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
 	script/release

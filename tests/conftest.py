@@ -20,8 +20,11 @@ pytest.register_assert_rewrite("support")
 with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may lack it
     import hypothesis
 
-    # The time of an example says nothing on a loaded machine.
-    hypothesis.settings.register_profile("ferrohook", deadline=None)
+    # No deadline: the time of an example says nothing on a loaded machine. The examples depend on
+    # the test only, not on the run, and none is remembered: one commit has one result.
+    hypothesis.settings.register_profile(
+        "ferrohook", deadline=None, derandomize=True, database=None
+    )
     hypothesis.settings.load_profile("ferrohook")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Inductor's cache holds kernels for other CPU capabilities, some of which fail to compile here.
@@ -37,10 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fake-cuda", action="store_true", help="run tests marked cuda on an emulated GPU"
     )
     parser.addoption(
-        "--all-models", action="store_true", help="look at all types of transformers' models"
-    )
-    parser.addoption(
-        "--every-case", action="store_true", help="run all cases of tests that by day run some"
+        "--whole", action="store_true", help="run every case of tests that run a fixed part"
     )
     parser.addoption(
         "--requests",
@@ -50,9 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from support import by_day  # noqa: PLC0415 (registered for rewriting above)
+    from support import amounts  # noqa: PLC0415 (registered for rewriting above)
 
-    by_day.every_case = config.getoption("every_case")
+    amounts.everything = config.getoption("whole")
     if config.getoption("other_blas"):
         import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
 

@@ -23,7 +23,7 @@ import ferrohook as fh
 pytest.importorskip("rich")
 
 from examples import harvest_ray
-from support import by_day
+from support import amounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -330,7 +330,7 @@ def test_killed_actors_and_drivers_resume_to_the_same_bytes() -> None:
     wait_for(lambda: completed(2) == 1, "another actor that goes on")
     assert writer_of(0) != actor
     assert [completed(part) for part in range(PARTS)] == [PART, PART, 1, 0]
-    if not by_day.every_case:  # Ray takes half a minute to end what has no driver
+    if not amounts.everything:  # Ray takes half a minute to end what has no driver
         in_part_2.unlink()
         assert driver.wait(LIMIT) == 0
         assert contents("out") == contents("whole")

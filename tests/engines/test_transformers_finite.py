@@ -23,7 +23,7 @@ from transformers import (
 import ferrohook as fh
 from ferrohook.engines import transformers
 from ferrohook.errors import HookError
-from support import by_day
+from support import amounts
 from support.engines import EOS, SIZES, WIDTH, batching, greedy
 
 NUMBER = 40
@@ -122,11 +122,11 @@ CASES = list(itertools.product(CONFIGS, HOOKS, SETTINGS, DTYPES))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """By day one room and dtype for each model and hook, others for the next."""
+    """Without `--whole`, one room and dtype for each model and hook, others for the next."""
     if "case" in metafunc.fixturenames:
         cases = (
             CASES
-            if by_day.every_case
+            if amounts.everything
             else [CASES[6 * each + each % 6] for each in range(len(CASES) // 6)]
         )
         metafunc.parametrize("case", cases, ids=map("-".join, cases))

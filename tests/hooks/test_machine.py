@@ -23,7 +23,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.hook_info import hooks_of
 from ferrohook.instrumentation import find_registry
-from support.by_day import by_day
+from support.amounts import amount
 from support.hooks import TYPED
 from support.internals import registry_of
 
@@ -651,7 +651,7 @@ class InstrumentedAndPlain(HookedAndPlain):
 
 for _machine in (WrappedAndPlain, InstrumentedAndPlain):
     _machine.TestCase.settings = settings(
-        max_examples=by_day(90, of=250),
+        max_examples=amount(90, whole=250),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

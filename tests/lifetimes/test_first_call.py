@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.by_day import by_day
+from support.amounts import amount
 from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 
 FIRST_CALLS = {
@@ -71,7 +71,7 @@ def call():
 # Each child makes the call at another run of the garbage collector, up to the last that a first
 # call has; the later ones, which are alike, further apart.
 AT_EACH_COLLECTION = (
-    f"apart = {by_day(3, of=8)}"
+    f"apart = {amount(3, whole=8)}"
     """
 import signal, traceback
 class Litter:
@@ -152,7 +152,7 @@ class Litter:
 littering = True
 Litter()
 gc.set_threshold(1)
-for entering in range({by_day(36, of=100)}):
+for entering in range({amount(36, whole=100)}):
     scope = fh.scope()
     gc.collect()
     more = [[] for _ in range(entering % 12)]

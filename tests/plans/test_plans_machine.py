@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook._core import frames
-from support.by_day import by_day
+from support.amounts import amount
 from support.compiling import compiled
 from support.internals import instrumented
 from support.plans import Net, forward_hook, pre_hook
@@ -406,7 +406,7 @@ pytestmark = [
 ]
 
 
-@few(by_day(60, of=150))
+@few(amount(60, whole=150))
 @given(some=some_plans, program=programs)
 def test_requests_do_what_the_same_hooks_do(
     some: list[list[On | Keep]], program: list[Step]
@@ -418,7 +418,7 @@ def test_requests_do_what_the_same_hooks_do(
         run.close()
 
 
-@few(by_day(15, of=40))
+@few(amount(15, whole=40))
 @given(some=some_plans, programs=st.lists(programs, min_size=4, max_size=4))
 def test_requests_at_a_time_do_what_the_same_hooks_do(
     some: list[list[On | Keep]], programs: list[list[Step]]
@@ -441,7 +441,7 @@ def nested_openings(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @compiled
-@few(by_day(6, of=12))
+@few(amount(6, whole=12))
 @given(
     some=st.lists(plans(graph=True), min_size=PLANS, max_size=PLANS),
     program=st.lists(st.recursive(calls, nested_openings, max_leaves=4), min_size=1, max_size=2),

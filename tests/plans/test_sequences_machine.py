@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ferrohook as fh
-from support.by_day import by_day
+from support.amounts import amount
 from support.language_models import language_model
 from support.threads import run_together
 
@@ -278,7 +278,7 @@ def assert_same_rows(ours: list[Tensor], theirs: list[Tensor]) -> None:
         left = torch.cat([left[:nearest], left[nearest + 1 :]])
 
 
-@settings(max_examples=by_day(25, of=150), deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=amount(25, whole=150), deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     at=st.sampled_from([*ATS]),
     program=st.lists(steps, min_size=1, max_size=4),
@@ -316,7 +316,7 @@ def test_sequences_of_one_request(at: str, program: list[Any], threads: bool) ->
     assert_same_rows([row for call in kept for row in call.reshape(-1, WIDTH)], rows)
 
 
-@settings(max_examples=by_day(12, of=80), deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=amount(12, whole=80), deadline=None, suppress_health_check=[*HealthCheck])
 @given(step=generations, ats=st.lists(st.sampled_from([*ATS]), min_size=3, max_size=3))
 def test_each_prompt_of_a_generation(step: Generate, ats: list[str]) -> None:
     model = model_of(0, hooked=True)
@@ -391,7 +391,7 @@ class Layers:
         self.pasts.append(0 if cache is None else int(cache.get_seq_length()))
 
 
-@settings(max_examples=by_day(25, of=120), deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=amount(25, whole=120), deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     texts=st.tuples(seeds, many, st.integers(1, 5)),
     left=st.booleans(),

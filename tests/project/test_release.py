@@ -46,8 +46,8 @@ def locked_pyo3() -> str:
     return str(version)
 
 
-def workflow() -> dict[str, Any]:
-    jobs: dict[str, Any] = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
+def workflow(name: str = "ci") -> dict[str, Any]:
+    jobs: dict[str, Any] = yaml.safe_load(read(f".github/workflows/{name}.yml"))["jobs"]
     return jobs
 
 
@@ -71,34 +71,97 @@ def test_the_wheel_holds_no_benchmarks() -> None:
     assert "bench" not in tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
 
 
-def test_public_ci_runs_each_lane_once() -> None:
-    script = read(".ci/run")
-    lanes = re.search(r"^for lane in (.+); do$", script, re.MULTILINE)
-    in_turn = re.search(r"^turns=\((.+)\)$", script, re.MULTILINE)
-    slow = re.search(r"^for slow in (.+); do$", script, re.MULTILINE)
-    assert lanes
-    assert in_turn
-    assert slow
-    assert {*in_turn[1].replace('"', "").split()} == {*slow[1].split()}
-    expected = lanes[1].replace("$turn", slow[1]).split()
-    makes = [
-        step["run"].split()[1]
-        for job in workflow().values()
-        for step in job["steps"]
-        if step.get("run", "").startswith("make ")
-    ]
-    assert sorted(makes) == sorted(expected)
+def test_public_ci_runs_the_targets_of_ci() -> None:
+    in_ci = re.search(r"^for target in (.+); do$", read(".ci/run"), re.MULTILINE)
+    assert in_ci
+    jobs = workflow()
+    texts = [text for job in jobs.values() for text, _ in script("workflow").commands(job)]
+    makes = [text.removeprefix("make ") for text in texts if text.startswith("make ")]
+    assert sorted(makes) == sorted(in_ci[1].split())
+    assert {*makes} <= {*re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)}
+
+
+def test_public_ci_runs_each_lane_every_night() -> None:
+    lanes = workflow("nightly")["nightly"]["strategy"]["matrix"]["lane"]
+    assert lanes == [lane for lane in script("nightly").LANES if lane != "cuda"]
+
+
+def test_each_lane_runs_a_target_or_a_script() -> None:
     targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)
-    assert set(makes) <= set(targets)
+    for command in script("nightly").LANES.values():
+        program, *words = [word for word in command.split() if "=" not in word]
+        assert words[0] in targets if program == "make" else os.access(ROOT / program, os.X_OK)
+
+
+def test_neither_ci_nor_a_test_depends_on_the_day() -> None:
+    files = [ROOT / ".ci/run", ROOT / "Makefile", *(ROOT / "script").iterdir()]
+    asks = re.compile(r"\bdate (-u )?\+%j|\bday of the year\b|day=")
+    assert [path.name for path in files if path.is_file() and asks.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "outcome", "counts"),
+    [
+        (
+            "== 12 passed, 3 skipped in 1.20s ==\n1 failed, 2 passed in 0.5s",
+            1,
+            "failed",
+            (14, 1, 3),
+        ),
+        ("== 2 failed, 1 passed, 4 errors in 61.02s (0:01:01) ==", 1, "failed", (1, 6, 0)),
+        (
+            "test result: ok. 19 passed; 0 failed; 0 ignored; finished in 3.2s\n5 passed in 1s",
+            0,
+            "passed",
+            (24, 0, 0),
+        ),
+        ("SKIPPED vllm: no wheel\n", 0, "skipped (no wheel)", (0, 0, 0)),
+        ("SKIPPED chromium: none\n7 passed in 1.0s\n", 0, "passed", (7, 0, 0)),
+        ("12 passed in 3.0s\nSegmentation fault", 139, "failed", (12, 0, 0)),
+    ],
+)
+def test_a_lane_s_outcome_is_read_from_what_it_prints(
+    output: str, status: int, outcome: str, counts: tuple[int, int, int]
+) -> None:
+    found, numbers = script("nightly").outcome_of(output, status)
+    assert (found, tuple(numbers.values())) == (outcome, counts)
+
+
+def test_lanes_of_a_night_add_up_and_none_stops_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nightly = script("nightly")
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    monkeypatch.setattr(nightly, "commit_here", lambda: "abc1234")
+    lanes = {
+        "bad": "echo 1 failed in 1.0s; false",
+        "good": "echo 3 passed in 1.0s",
+        "other": "true",
+    }
+    monkeypatch.setattr(nightly, "LANES", lanes)
+    assert nightly.main(["bad", "good"]) == 1
+    assert "not run" in capsys.readouterr().out
+    lanes["bad"] = "echo 1 passed in 1.0s"
+    assert nightly.main(["bad"]) == 0
+    assert nightly.main(["other"]) == 0
+    kept = json.loads((tmp_path / "target/nightly/abc1234/results.json").read_text())
+    assert {lane: (each[0], each[1]["passed"]) for lane, each in kept.items()} == {
+        "bad": ("passed", 1),
+        "good": ("passed", 3),
+        "other": ("passed", 0),
+    }
+    with pytest.raises(SystemExit):
+        nightly.main(["elsewhere"])
 
 
 def test_released_pythons_are_tested() -> None:
     jobs = workflow()
-    built = re.search(r"^for version in (.+); do$", read("script/release"), re.MULTILINE)
+    built = re.search(r"\|\| set -- (.+)$", read("script/release"), re.MULTILINE)
     assert built is not None
     with_gil = [version for version in built[1].split() if not version.endswith("t")]
     assert jobs["test"]["strategy"]["matrix"]["python"] == with_gil
-    set_up = next(step["with"] for step in jobs["release"]["steps"] if "with" in step)
+    steps = workflow("nightly")["nightly"]["steps"]
+    set_up = next(step["with"] for step in steps if "with" in step)
     assert sorted(set_up["python-version"].split()) == sorted(built[1].split())
     project = tomllib.loads(read("pyproject.toml"))["project"]
     assert project["requires-python"] == f">={with_gil[0]}"
@@ -119,7 +182,8 @@ def test_each_command_of_the_workflow_is_a_target_or_a_script_of_this_checkout()
     targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)
     texts = [
         text
-        for job in workflow().values()
+        for jobs in (workflow(), workflow("nightly"))
+        for job in jobs.values()
         for text, runs in script("workflow").commands(job)
         if runs
     ]

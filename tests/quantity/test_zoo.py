@@ -33,7 +33,7 @@ CUT = {"cpmant": slice(-IDS.shape[1], None), "prophetnet": slice(IDS.shape[1])}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
-        everything = metafunc.config.getoption("all_models")
+        everything = metafunc.config.getoption("whole")
         metafunc.parametrize("kind", kinds() if everything else FEW, scope="module")
 
 

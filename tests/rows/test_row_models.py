@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ferrohook as fh
 from ferrohook._core import frames
-from support.by_day import by_day
+from support.amounts import amount
 from support.internals import instrumented
 from support.row_models import MODELS, WIDTH, RowModel, pick
 from support.rows import Function, Keep, Loop, Member, On, assert_close, assert_same, leaves
@@ -290,14 +290,14 @@ def check(case: Case, ours: list[Any], members: list[Member]) -> list[Member]:
     return hands
 
 
-@few(by_day(80, of=200))
+@few(amount(80, whole=200))
 @given(case=cases(ANY))
 def test_a_batch_is_bit_for_bit_a_loop_over_requests(case: Case) -> None:
     check(case, case.in_a_batch(case.members), case.members)
     case.close()
 
 
-@few(by_day(50, of=100))
+@few(amount(50, whole=100))
 @given(case=cases(ANY), data=st.data())
 def test_rows_of_others_are_those_of_the_batch_without_a_request(
     case: Case, data: st.DataObject
@@ -320,7 +320,7 @@ def test_rows_of_others_are_those_of_the_batch_without_a_request(
     case.close()
 
 
-@few(by_day(50, of=100))
+@few(amount(50, whole=100))
 @given(case=cases())
 def test_a_request_in_a_batch_is_close_to_it_alone(case: Case) -> None:
     found = case.in_a_batch(case.members)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.by_day import by_day
+from support.amounts import amount
 from support.compiling import compiled
 from support.row_models import WIDTH, RowModel, pick
 from support.rows import Keep, Loop, Member, On, assert_close
@@ -135,7 +135,7 @@ class Compiled:
 
 
 @compiled
-@few(by_day(7, of=15))
+@few(amount(7, whole=15))
 @given(program=st.lists(batches(), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_batches_of_a_compiled_model_are_a_loop_by_hand(program: Any, seed: int) -> None:
     torch._dynamo.reset()

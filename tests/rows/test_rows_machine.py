@@ -1,6 +1,6 @@
 """Random batches against an oracle that computes each row in plain torch.
 
-`--requests 5000` draws so many batches. A failing case prints its smallest description, and
+300 batches, 5,000 with `--whole`, or as many as `--requests` says. A failing case prints its smallest description, and
 `check(seed)` of `support.batches.runs` runs it again.
 """
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import ferrohook as fh
+from support.amounts import amount
 from support.batches import runs
 from support.batches.cases import draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BATCHES = 300
+BATCHES = amount(300, whole=5_000)
 PARTS = 4
 """Tests that share the batches, for as many processes."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ferrohook as fh
-from support.by_day import by_day
+from support.amounts import amount
 from support.limits import LIMIT
 
 X = torch.linspace(-1.0, 1.5, 12, dtype=torch.float64).reshape(4, 3)
@@ -307,7 +307,9 @@ def same(first: Outcome, second: Outcome) -> None:
 
 
 @settings(
-    max_examples=by_day(60, of=2_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(60, whole=2_000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(scripts, hows, st.booleans())
 def test_a_checkpointed_model_has_the_gradients_of_a_plain_one(
@@ -390,7 +392,9 @@ def play_batch(script: BatchScript, how: list[How]) -> tuple[list[Tensor | None]
 
 
 @settings(
-    max_examples=by_day(60, of=2_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(60, whole=2_000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(batch_scripts, hows)
 def test_a_checkpointed_batch_has_the_gradients_of_a_plain_one(

@@ -1,4 +1,4 @@
-"""Operations of all kinds at once, with and without a GIL: a million with `--every-case`."""
+"""Operations of all kinds at once, with and without a GIL: a million with `--whole`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
-from support.by_day import by_day
+from support.amounts import amount
 from support.limits import LIMIT
 from support.probes import Call, Probe
 from support.threads import THREADS, run_together
@@ -46,7 +46,7 @@ class Scaled(nn.Module):
 class Mix:
     """One module, the threads' operations on it and their counts."""
 
-    CALLS, PAIRS, SWITCHES = (by_day(each // 8, of=each) for each in (50_000, 125_000, 100_000))
+    CALLS, PAIRS, SWITCHES = (amount(each // 8, whole=each) for each in (50_000, 125_000, 100_000))
     """Operations of each calling, each registering and the one switching thread."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from ferrohook.compat import transformer_lens as points
-from support.by_day import by_day
+from support.amounts import amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -319,7 +319,7 @@ def _grad(x: torch.Tensor) -> Any:
 
 
 PointsMachine.TestCase.settings = settings(
-    max_examples=by_day(30, of=60),
+    max_examples=amount(30, whole=60),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
