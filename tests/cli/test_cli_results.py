@@ -1,12 +1,11 @@
-"""`inspect`, `plot`, `verify --repair`, results as JSON, and help that shows examples."""
+"""`inspect`, `verify --repair`, results as JSON, and help that shows examples."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import shlex
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +13,9 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.cli import COMMANDS, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 safetensors = pytest.importorskip("safetensors.torch")
 MODELS = """
@@ -78,21 +80,6 @@ def test_repair_removes_what_verify_finds(store: Path, capsys: pytest.CaptureFix
     assert (found["batches"], found["removed"]) == (3, False)
     assert "1 damaged and removed" in printed(f"verify {store} --repair", capsys)
     assert parsed(f"verify {store}", capsys) == {"batches": 2, "damaged": [], "removed": False}
-
-
-def test_capture_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    model = "cli_results_models:small"
-    wanted = "--select '*' --input x.safetensors --out acts.safetensors"
-    found = parsed(f"capture {model} {wanted}", capsys)
-    assert [(row["name"], row["shape"]) for row in found["activations"]] == [
-        ("0", "(4, 3)"),
-        ("1", "(4, 3)"),
-    ]
-    for suffix in ("svg", "png"):
-        assert printed(f"plot acts.safetensors --out a.{suffix}", capsys) == f"a.{suffix}\n"
-        assert Path(f"a.{suffix}").stat().st_size > 1000
-    assert parsed("plot acts.safetensors --out a.svg", capsys) == {"picture": "a.svg"}
 
 
 def test_a_tree_as_json_and_without_rich(

@@ -45,9 +45,9 @@ def shell_path(shell: str) -> str:
 @pytest.mark.parametrize(
     ("line", "word", "expected"),
     [
-        ("ferrohook ", "ste", {"steer"}),
-        ("ferrohook steer m ", "--to", {"--toward", "--tokens"}),
-        ("ferrohook capture m --dtype ", "", {"float32", "float16", "bfloat16"}),
+        ("ferrohook ", "do", {"doctor"}),
+        ("ferrohook collect m ", "--s", {"--select", "--slice", "--store"}),
+        ("ferrohook collect m --dtype ", "", {"float32", "float16", "bfloat16"}),
         ("ferrohook verify ", "a", {"acts"}),
         ("ferrohook tree ", "a", {"acts", "acts.pt"}),
     ],
@@ -93,7 +93,7 @@ def test_commands_start_without_shtab() -> None:
         ("tre m", "tree"),
         ("tree m --slect 1", "--select"),
         ("tree m --trst=1", "--trust"),
-        ("capture m --dtype float33", "float32"),
+        ("collect m --dtype float33", "float32"),
         ("--completion bsh", "bash"),
     ],
 )

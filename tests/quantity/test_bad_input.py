@@ -179,10 +179,11 @@ def test_the_command_line_shows_saves_and_checks_a_table(
     assert "in the table" in capsys.readouterr().err
 
 
-def test_the_command_line_captures_quantities(tmp_path: Path) -> None:
+def test_the_command_line_collects_quantities(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "llama")
     torch.save({"input_ids": token_ids()}, tmp_path / "ids.pt")
-    out = str(tmp_path / "acts.safetensors")
-    argv = ["capture", str(tmp_path / "llama"), "--select", "@resid_post.*"]
-    assert main([*argv, "--input", str(tmp_path / "ids.pt"), "--out", out]) == 0
-    assert list(fh.ActivationCache.load(out)) == [f"@resid_post.{block}" for block in range(3)]
+    store = str(tmp_path / "store")
+    argv = ["collect", str(tmp_path / "llama"), "--select", "@resid_post.*"]
+    assert main([*argv, "--input", str(tmp_path / "ids.pt"), "--store", store]) == 0
+    with fh.data.LocalStore(store, read_only=True) as opened:
+        assert opened.layers("run", 0) == [f"@resid_post.{block}" for block in range(3)]

@@ -15,18 +15,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
-from ferrohook.cli import (
-    capture,
-    collect,
-    completion,
-    doctor,
-    inspect,
-    plot,
-    quantities,
-    steer,
-    tree,
-    verify,
-)
+from ferrohook.cli import collect, completion, doctor, inspect, quantities, tree, verify
 from ferrohook.cli.errors import UserError, describe, to_line
 from ferrohook.errors import HookError
 
@@ -36,12 +25,9 @@ if TYPE_CHECKING:
 COMMANDS = {
     "tree": tree,
     "quantities": quantities,
-    "capture": capture,
-    "steer": steer,
     "collect": collect,
     "verify": verify,
     "inspect": inspect,
-    "plot": plot,
     "doctor": doctor,
 }
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")

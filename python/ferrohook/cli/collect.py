@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli import capture, inputs, models, plans
+from ferrohook.cli import inputs, models
 from ferrohook.cli.errors import UserError, describe, need, warnings_as_lines
 
 if TYPE_CHECKING:
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook import Plan
+
 EXAMPLES = """
 ferrohook collect nets:small --select 0 2 --input x.pt --store acts
 ferrohook collect ./bert --select 'encoder.layer.*' --input a.txt --store acts
 """
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +66,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_index,
         help="part of each tensor, as in Python: '--slice=:,0' or '--slice=...,:16'",
     )
-    capture.add_dtype(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
     parser.add_argument(
         "--mask",
         metavar="NAME",
         help="store the vectors at which this input is not 0, as 'attention_mask'",
     )
-    plans.add_options(parser, parser)
+    parser.add_argument(
+        "--plan", metavar="PATH", type=Path, help="a file of Plan.to_json, with what it changes"
+    )
+    parser.add_argument(
+        "--tensors",
+        metavar="PATH",
+        type=Path,
+        help="a .safetensors file with the tensors that the plan names",
+    )
     models.add_device(parser)
 
 
@@ -97,12 +108,14 @@ def _index(text: str) -> tuple[int | slice | EllipsisType, ...]:
 def run(options: argparse.Namespace) -> int:
     """Stores the outputs of the batches that the run lacks, and prints their number."""
     need("torch")
+    import torch
+
     import ferrohook as fh
 
     if options.batch_size < 1:
         msg = f"--batch-size is at least 1, got {options.batch_size}"
         raise UserError(msg)
-    plan = plans.read(options)
+    plan = _plan(options)
     model = models.load(options.model, trust=options.trust).eval()
     models.move(model, options.device)
     batches = _Batches(model, options)
@@ -117,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
                 inputs=options.inputs,
                 output_index=options.output_index,
                 slice=options.slice,
-                dtype=capture.dtype_of(options),
+                dtype=options.dtype and getattr(torch, options.dtype),
                 mask=options.mask,
                 plan=plan,
             )
@@ -132,6 +145,24 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"run {options.run}: {done.batches} batches stored, {done.skipped} were there")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> Plan | None:
+    if options.plan is None:
+        if options.tensors is not None:
+            msg = "--tensors has the tensors that a plan names: pass --plan too"
+            raise UserError(msg)
+        return None
+    if options.tensors is not None:
+        need("safetensors")
+    from ferrohook.plans import Plan
+
+    try:
+        # Ctrl-C ends a regex that takes for ever.
+        return Plan.from_json(options.plan.read_bytes(), options.tensors, regex=True)
+    except ValueError as error:
+        msg = f"cannot read {options.plan}: {error}"
+        raise UserError(msg) from error
 
 
 class _Batches:

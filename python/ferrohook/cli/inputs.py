@@ -117,44 +117,34 @@ def _has_tokenizer(where: str) -> bool:
     return (Path(where) / "tokenizer_config.json").is_file()
 
 
-@functools.cache
-def tokenizer(where: str) -> Any:
-    """Loads the tokenizer of a model's folder.
+def tokens(texts: list[str], where: str) -> dict[str, Any]:
+    """Returns the tokens of texts, as the keyword arguments of a model.
 
     Raises:
-        UserError: the model is no folder with a tokenizer, or loading failed.
+        UserError: the model is no folder with a tokenizer, or the tokenizer failed.
     """
     if not _has_tokenizer(where):
         msg = (
             f"{where} has no tokenizer: a text needs a model folder saved by transformers with one"
         )
         raise UserError(msg)
+    try:
+        return dict(_tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1))
+    except UserError:
+        raise
+    except Exception as error:
+        msg = f"the tokenizer in {where} failed: {describe(error)}"
+        raise UserError(msg) from error
+
+
+@functools.cache
+def _tokenizer(where: str) -> Any:
     need("transformers")
     import transformers
 
-    try:
-        loaded = transformers.AutoTokenizer.from_pretrained(
-            where, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise _failed(where, error) from error
+    loaded = transformers.AutoTokenizer.from_pretrained(
+        where, local_files_only=True, trust_remote_code=False
+    )
     if loaded.pad_token is None:
         loaded.pad_token = loaded.eos_token
     return loaded
-
-
-def tokens(texts: list[str], where: str) -> dict[str, Any]:
-    """Returns the tokens of texts, as the keyword arguments of a model.
-
-    Raises:
-        UserError: there is no tokenizer, or it failed.
-    """
-    loaded = tokenizer(where)
-    try:
-        return dict(loaded(texts, return_tensors="pt", padding=len(texts) > 1))
-    except Exception as error:
-        raise _failed(where, error) from error
-
-
-def _failed(where: str, error: Exception) -> UserError:
-    return UserError(f"the tokenizer in {where} failed: {describe(error)}")

@@ -102,12 +102,19 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     import torch
 
     import ferrohook as fh
+    from ferrohook.tensors import tensors_by_path
 
     args, kwargs = inputs.read(options.input, options.model, model)
     model.eval()
     args, kwargs = models.move((args, kwargs), options.device)
-    detector = fh.detectors.ShapeDetector()
-    hooks = fh.register(model, None, detector)
+    seen: dict[nn.Module, set[tuple[int, ...]]] = {}
+
+    def note(module: nn.Module, _args: object, output: object) -> None:
+        shapes = seen.setdefault(module, set())
+        tensors = (tensor for _, tensor in tensors_by_path(output))
+        shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
+
+    hooks = fh.register(model, None, note)
     try:
         with torch.no_grad():
             model(*args, **kwargs)
@@ -116,10 +123,9 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
         raise UserError(msg) from error
     finally:
         hooks.remove()
-    seen = {name: each.snapshot() for name, each in detector.modules.items()}
     details = {}
     for name, module in fh.select(model).items():
-        shapes = [*map(str, sorted(seen[name]["shapes"]))] if name in seen else []
+        shapes = [*map(str, sorted(seen.get(module, ())))]
         if len(shapes) > MOST_SHAPES:
             shapes[MOST_SHAPES:] = [f"{len(shapes) - MOST_SHAPES} more"]
         count = sum(each.numel() for each in module.parameters())
