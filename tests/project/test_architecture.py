@@ -72,14 +72,15 @@ def names_of_others() -> set[str]:
 # --- Python --------------------------------------------------------------------------------------
 
 
-def python_files() -> dict[str, Path]:
-    """Files of the package by module name, including the extension's stub."""
-    files = {}
-    for path in (PYTHON / FRONT).rglob("*.py*"):
+def python_sources() -> dict[str, str]:
+    """Sources of the package by module name; those of a stub belong to its module."""
+    sources: dict[str, str] = {}
+    for path in sorted((PYTHON / FRONT).rglob("*.py*")):
         if path.suffix in {".py", ".pyi"}:
             module = ".".join(path.relative_to(PYTHON).with_suffix("").parts)
-            files[module.removesuffix(".__init__")] = path
-    return files
+            module = module.removesuffix(".__init__")
+            sources[module] = sources.get(module, "") + path.read_text()
+    return sources
 
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[tuple[str, str | None, str]]:
@@ -127,10 +128,10 @@ def imported_by_string(tree: ast.AST, modules: Iterable[str]) -> set[str]:
 
 
 def python_arrows() -> Arrows:
-    files = python_files()
+    sources = python_sources()
     return {
-        user: {used for used, *_ in imported(ast.parse(path.read_text()), files)} - {user}
-        for user, path in files.items()
+        user: {used for used, *_ in imported(ast.parse(source), sources)} - {user}
+        for user, source in sources.items()
     }
 
 
@@ -210,11 +211,11 @@ def test_python_imports_only_lower_layers() -> None:
 
 
 def test_no_private_name_is_used_across_files() -> None:
-    files = python_files()
+    sources = python_sources()
     taken = {
         module: names
-        for module, path in files.items()
-        if (names := imported_private_names(path.read_text(), files))
+        for module, source in sources.items()
+        if (names := imported_private_names(source, sources))
     }
     assert taken == {}
 
@@ -240,8 +241,7 @@ def test_private_names_are_found(source: str, taken: list[str]) -> None:
 
 
 def test_no_private_member_is_used_across_folders() -> None:
-    files = python_files()
-    assert shared_private_members({name: path.read_text() for name, path in files.items()}) == []
+    assert shared_private_members(python_sources()) == []
 
 
 @pytest.mark.parametrize(
@@ -408,13 +408,12 @@ NATIVE_NAMES = set(
 def python_names() -> set[str]:
     """Names that the package's files define."""
     names: set[str] = set()
-    for path in python_files().values():
-        if path.suffix == ".py":
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    names.add(node.name)
-                elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    for path in (PYTHON / FRONT).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
     return names
 
 

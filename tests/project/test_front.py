@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import pydoc
+from pathlib import Path
 
 import pytest
 
 import ferrohook as fh
 from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 
+ROOT = Path(__file__).parents[2]
 # In processes of their own, as other tests look up lazy names.
 LISTS = """
 import ferrohook as fh
@@ -25,6 +29,28 @@ print(rlcompleter.Completer({"fh": fh}).complete("fh.capt", 0))
 def test_dir_lists_public_names_without_importing_them() -> None:
     assert_ends_well(run_fresh(LISTS), "True\n")
     assert dir(fh) == sorted(set(fh.__all__))
+
+
+def test_each_line_of_the_stub_is_a_public_name() -> None:
+    stub = ast.parse((ROOT / "python/ferrohook/__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert stub.body == imports
+    names = [alias.asname for node in imports for alias in node.names]
+    assert sorted(map(str, names)) == fh.__all__
+    for node in imports:
+        for alias in node.names:
+            module = importlib.import_module(str(node.module))
+            assert getattr(fh, alias.name) is getattr(module, alias.name)
+
+
+def test_all_names_are_imported_without_the_packages_of_services() -> None:
+    code = """
+sys.modules["fastapi"] = None
+from ferrohook import *
+import inspect
+print(*(name for name, _ in inspect.getmembers(fh) if name not in globals()))
+"""
+    assert_ends_well(run_with_torch(code), "\n")
 
 
 def test_completion_finds_lazy_names() -> None:

@@ -327,8 +327,10 @@ def test_missing_packages_are_named(package: str, monkeypatch: pytest.MonkeyPatc
         if name == "ferrohook.service" or name.startswith(f"{package}."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
+    service = importlib.import_module("ferrohook.service")
+    assert not hasattr(service, "__wrapped__")
     with pytest.raises(ModuleNotFoundError, match=f"{package}: pip install {package}"):
-        importlib.import_module("ferrohook.service")
+        _ = service.Batcher
 
 
 def test_the_service_is_an_attribute_of_the_package() -> None:

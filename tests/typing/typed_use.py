@@ -157,3 +157,4 @@ def endpoint(scope: RequestScope) -> None:
 
 
 assert_type(ModelMetrics(hooked, buckets=(0.1, 1.0)).close(), None)
+assert_type(fh.service.ModelMetrics(hooked), ModelMetrics)

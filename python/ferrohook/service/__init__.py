@@ -17,33 +17,42 @@ Examples:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 from ferrohook.texts import missing_package
 
-try:
-    import fastapi  # noqa: F401 (named here, before a file below needs it)
-    import prometheus_client  # noqa: F401 (likewise)
-except ModuleNotFoundError as error:
-    package = str(error.name).partition(".")[0]
-    raise ModuleNotFoundError(missing_package(__name__, package), name=package) from error
+_MISSING = [each for each in ("fastapi", "prometheus_client") if find_spec(each) is None]
 
-from ferrohook.plans import PreparedPlans as PreparedPlans
-from ferrohook.service.batching import Answer as Answer
-from ferrohook.service.batching import Batcher as Batcher
-from ferrohook.service.batching import BatcherClosedError as BatcherClosedError
-from ferrohook.service.deadlines import check_deadline as check_deadline
-from ferrohook.service.deadlines import deadline as deadline
-from ferrohook.service.isolation import IsolationReport as IsolationReport
-from ferrohook.service.isolation import Leak as Leak
-from ferrohook.service.isolation import isolation_check as isolation_check
-from ferrohook.service.metrics import BUCKETS as BUCKETS
-from ferrohook.service.metrics import BatcherMetrics as BatcherMetrics
-from ferrohook.service.metrics import ModelMetrics as ModelMetrics
-from ferrohook.service.metrics import list_hooks as list_hooks
-from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
-from ferrohook.service.plans import PlanBody as PlanBody
-from ferrohook.service.plans import plan_of as plan_of
-from ferrohook.service.scopes import RequestScope as RequestScope
-from ferrohook.service.scopes import request_scope as request_scope
+# Without its packages the module can be listed, as `help(ferrohook)` does, and each name says what
+# is missing.
+if TYPE_CHECKING or not _MISSING:
+    from ferrohook.plans import PreparedPlans as PreparedPlans
+    from ferrohook.service.batching import Answer as Answer
+    from ferrohook.service.batching import Batcher as Batcher
+    from ferrohook.service.batching import BatcherClosedError as BatcherClosedError
+    from ferrohook.service.deadlines import check_deadline as check_deadline
+    from ferrohook.service.deadlines import deadline as deadline
+    from ferrohook.service.isolation import IsolationReport as IsolationReport
+    from ferrohook.service.isolation import Leak as Leak
+    from ferrohook.service.isolation import isolation_check as isolation_check
+    from ferrohook.service.metrics import BUCKETS as BUCKETS
+    from ferrohook.service.metrics import BatcherMetrics as BatcherMetrics
+    from ferrohook.service.metrics import ModelMetrics as ModelMetrics
+    from ferrohook.service.metrics import list_hooks as list_hooks
+    from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
+    from ferrohook.service.plans import PlanBody as PlanBody
+    from ferrohook.service.plans import plan_of as plan_of
+    from ferrohook.service.scopes import RequestScope as RequestScope
+    from ferrohook.service.scopes import request_scope as request_scope
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            raise ModuleNotFoundError(missing_package(__name__, _MISSING[0]), name=_MISSING[0])
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+
 
 __all__ = [
     "BUCKETS",
