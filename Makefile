@@ -25,7 +25,6 @@ service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that c
 # Dependency groups beside test and models that the tests of a folder need.
 NEEDS_analysis := show
 NEEDS_capture := show
-NEEDS_cli := show
 NEEDS_client := inspect service
 NEEDS_compat := oracle
 NEEDS_demos := notebook ray service
