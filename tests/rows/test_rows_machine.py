@@ -1,7 +1,7 @@
 """Random batches against an oracle that computes each row in plain torch.
 
-300 batches, 5,000 with `--whole`, or as many as `--requests` says. A failing case prints its smallest
-description, and `check(seed)` of `support.batches.runs` runs it again.
+300 batches, 5,000 with `--whole`, or as many as `--requests` says. A failing case prints its
+smallest description, and `check(seed)` of `support.batches.runs` runs it again.
 """
 
 from __future__ import annotations
