@@ -276,6 +276,7 @@ class AttachmentContext:
     def __enter__(self) -> Self: ...
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
+@disjoint_base
 class SitesBase:
     def __new__(cls, *_others: Any, **_options: Any) -> Self: ...
     @property
@@ -558,7 +559,7 @@ class RequestBase(Frame):
         masks: tuple[Any, ...],
         tokens: Any = None,
         positions: Any = None,
-        sequences: int = 0,
+        sequences: int = ...,
     ) -> None: ...
     @property
     def tokens_around(self) -> Any: ...  # those of `set_masks`
