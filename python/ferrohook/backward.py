@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import _WrappedHook
 from torch.utils.hooks import BackwardHook
 
@@ -71,7 +72,7 @@ class BackwardPass(BackwardHook):
         return output if new is items else rebuilt(output, [*new])
 
     def _apply_on_tensors(self: Any, fn: Hook, args: Any) -> Any:
-        if torch._C._functorch.maybe_current_level() is None:
+        if maybe_current_level() is None:
             return super()._apply_on_tensors(fn, args)  # type: ignore[no-untyped-call]
         places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
         if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
@@ -98,11 +99,11 @@ class _Tap(torch.autograd.Function):
         ctx.mark_non_differentiable(*fixed)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004 (torch's signature)
         return grads
 
     @staticmethod
-    def jvp(_ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # noqa: ARG004 (torch's signature)
         return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 

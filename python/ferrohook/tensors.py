@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    maybe_get_bdim,
+    maybe_get_level,
+)
 from torch.nn.utils.rnn import PackedSequence
 
 from ferrohook.errors import HookTypeError
@@ -234,8 +242,8 @@ def content_of(value: Any) -> Any:  # noqa: PLR0911 (one for each kind of value)
 
 def physical(tensor: Tensor) -> Tensor:
     """Returns the tensor with the memory of one that transforms of `torch.func` wrap."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 
@@ -244,15 +252,14 @@ def after_transforms(tensor: Tensor) -> Tensor:
 
     The dimensions that `vmap` took away come first, that of the outermost ahead of all.
     """
-    functorch = torch._C._functorch
-    current = functorch.maybe_current_level() or 0
+    current = maybe_current_level() or 0
     dims = []
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if 0 < functorch.maybe_get_level(tensor) <= current:
+    while is_functorch_wrapped_tensor(tensor):
+        if 0 < maybe_get_level(tensor) <= current:
             break
-        if functorch.is_batchedtensor(tensor):
-            dims.append(functorch.maybe_get_bdim(tensor))
-        tensor = functorch.get_unwrapped(tensor)
+        if is_batchedtensor(tensor):
+            dims.append(maybe_get_bdim(tensor))
+        tensor = get_unwrapped(tensor)
     for place, dim in enumerate(reversed(dims)):
         tensor = tensor.movedim(dim + place, place)
     return tensor

@@ -132,8 +132,8 @@ def check_positions(request: Request, program: Program, positions: list[int] | N
     Raises:
         RowsError: they cannot.
     """
-    ats = [at for at, _ in program.changes] + [kept.at for kept in program.kept]
-    ats = [at for at in ats if at is not None]
+    ats: list[At] = [at for at, _ in program.changes if at is not None]
+    ats.extend(kept.at for kept in program.kept if kept.at is not None)
     if ats and positions is None:
         msg = f"positions {ats[0]!r} at a site are found from the batch's: give it positions"
         raise RowsError(msg)
