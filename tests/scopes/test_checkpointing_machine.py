@@ -12,7 +12,7 @@ import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import ferrohook as fh
 from support.amounts import amount
 from support.limits import LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 X = torch.linspace(-1.0, 1.5, 12, dtype=torch.float64).reshape(4, 3)
 V = torch.tensor([0.5, -1.0, 0.25], dtype=torch.float64)
@@ -391,6 +394,17 @@ def play_batch(script: BatchScript, how: list[How]) -> tuple[list[Tensor | None]
     return [each.grad for each in (x, *model.parameters())], [errors, kept]
 
 
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """Logs no failures of requests."""
+    logger = logging.getLogger("ferrohook")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.mark.usefixtures("quiet")
 @settings(
     max_examples=amount(60, whole=2_000),
     deadline=None,
@@ -400,7 +414,6 @@ def play_batch(script: BatchScript, how: list[How]) -> tuple[list[Tensor | None]
 def test_a_checkpointed_batch_has_the_gradients_of_a_plain_one(
     script: BatchScript, how: list[How]
 ) -> None:
-    logging.getLogger("ferrohook").setLevel(logging.CRITICAL)
     block = int(script.place.split(".")[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -59,7 +59,7 @@ def alone(
 ) -> tuple[list[int], dict[str, Tensor]]:
     """Returns the text and captures of a request, the whole sequence anew for each token."""
     tokens = [*prompt]
-    with plan.prepare(model) as prepared, prepared.open() as request:
+    with plan.prepare(model) as prepared, prepared.open(prompt=len(prompt)) as request:
         for _ in range(new_tokens):
             logits = model(torch.tensor([tokens]), use_cache=False).logits
             tokens.append(int(logits[0, -1].argmax()))
