@@ -14,6 +14,7 @@ from typing import Any
 from torch import jit, nn
 
 import ferrohook as fh
+from ferrohook import instrument  # before constructors are wrapped: its import calls a module
 
 warnings.filterwarnings("ignore", category=fh.NotInstrumentedWarning)
 
@@ -29,7 +30,7 @@ def _observe(*_: Any) -> None:
 def _instrument(model: nn.Module) -> None:
     if isinstance(model, jit.ScriptModule):
         return
-    fh.instrument(model)
+    instrument(model)
     for module in model.modules():
         module.register_forward_pre_hook(_observe)
         module.register_forward_hook(_observe)

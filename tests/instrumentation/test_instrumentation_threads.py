@@ -94,6 +94,7 @@ def test_threads_that_change_classes_leave_the_garbage_collector_as_it_is() -> N
 import gc
 gc.disable()  # as this thread left it
 model = nn.Sequential(nn.Linear(2, 2))
+fh.instrument  # its import changes a class
 off = []
 
 def look(event, arguments):
