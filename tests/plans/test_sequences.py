@@ -269,9 +269,10 @@ def test_a_length_for_each_row(model: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (0, ValueError, "at least 1"),
-        ([], ValueError, "at least 1"),
-        ([3, -1], ValueError, "at least 1"),
+        (0, ValueError, "1 to 9"),
+        (2**70, ValueError, "1 to 9"),
+        ([], ValueError, "1 to 9"),
+        ([3, -1], ValueError, "1 to 9"),
         (True, fh.HookTypeError, "bool"),
         (2.0, fh.HookTypeError, "float"),
         ("3", fh.HookTypeError, "str"),

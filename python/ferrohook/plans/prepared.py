@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from ferrohook.plans.sequences import Stack
 
 
+_LONGEST: Final = 2**63 - 1
+"""Tokens of a prompt at most."""
 _HEADS_BEHIND_QUERIES: Final = DIMENSIONS["queries"].index("heads") - len(DIMENSIONS["queries"])
 
 
@@ -248,7 +250,7 @@ class Prepared:
         Raises:
             HookError: the plan was closed, or its model is gone.
             HookTypeError: `prompt` has something else than ints.
-            ValueError: it has an int below 1, or none.
+            ValueError: it has an int below 1 or of more than 64 bits, or none.
         """
         lengths = _lengths_of(prompt)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
@@ -314,8 +316,8 @@ def _lengths_of(prompt: Any) -> list[int]:
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, int):
             expect(length, (), "prompt is an int, or a list of ints, one for each row")
-    if not lengths or min(lengths) < 1:
-        msg = f"prompt has the numbers of tokens of prompts, each at least 1, got {prompt!r}"
+    if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST:
+        msg = f"prompt has the numbers of tokens of prompts, 1 to {_LONGEST}, got {prompt!r}"
         raise ValueError(msg)
     return lengths
 
