@@ -1,5 +1,7 @@
 //! Tokens at positions, as a mask of the first dimensions of tensors.
 
+use std::sync::OnceLock;
+
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,6 +20,8 @@ const UNPROVED: &str = ": as many rows, but the module took no tensor of (batch,
 pub struct Mask {
     /// Tensor of bools.
     bools: Py<PyAny>,
+    /// The same on the host, once it has waited for a GPU.
+    on_host: OnceLock<Py<PyAny>>,
     /// True if all of them are true, as far as the host knows.
     all: bool,
     on_devices: Copies,
@@ -29,6 +33,7 @@ impl Mask {
     pub fn of(bools: &Bound<'_, PyAny>) -> Self {
         Self {
             bools: bools.clone().unbind(),
+            on_host: OnceLock::new(),
             all: false,
             on_devices: Copies::default(),
             places: Copies::default(),
@@ -84,10 +89,11 @@ impl Mask {
         Ok(Self::of(&bools.call_method0(intern!(py, "flatten"))?))
     }
 
-    /// Places of the tokens, as a tensor where the mask is.
+    /// Places of the tokens, as a tensor where the mask is, or on the host.
     fn nonzero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let flatten = intern!(py, "flatten");
-        let flat = self.bools.bind(py).call_method0(flatten)?;
+        let bools = self.on_host.get().unwrap_or(&self.bools).bind(py);
+        let flat = bools.call_method0(flatten)?;
         flat.call_method0(intern!(py, "nonzero"))?
             .call_method0(flatten)
     }
@@ -102,17 +108,34 @@ impl Mask {
     /// Returns the row and the position of each token, of (batch, length); `positions`: of all tokens.
     pub fn tokens(&self, positions: &Bound<'_, PyAny>) -> PyResult<(Vec<usize>, Vec<i64>)> {
         let py = positions.py();
-        let bools = self.bools.bind(py);
+        let tolist = intern!(py, "tolist");
+        let (bools, positions) = self.with_host(positions)?;
         let rows = bools.call_method0(intern!(py, "nonzero"))?;
         let rows = rows.call_method1(intern!(py, "select"), (1, 0))?;
-        let torch = py.import(intern!(py, "torch"))?;
         let values = positions.get_item(bools)?;
-        // Both at once: the host waits for a GPU.
-        let both = torch.call_method1(intern!(py, "stack"), ((rows, values),))?;
-        let [rows, values] = both
-            .call_method0(intern!(py, "tolist"))?
-            .extract::<[Bound<'_, PyAny>; 2]>()?;
-        Ok((rows.extract()?, values.extract()?))
+        let rows = rows.call_method0(tolist)?.extract()?;
+        Ok((rows, values.call_method0(tolist)?.extract()?))
+    }
+
+    /// Returns the mask and `positions`, of its shape, on the host.
+    fn with_host<'py>(
+        &self,
+        positions: &Bound<'py, PyAny>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let py = positions.py();
+        let bools = self.bools.bind(py);
+        if bools.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+            return Ok((bools.clone(), positions.clone()));
+        }
+        // One copy of both: the host waits for a GPU.
+        let torch = py.import(intern!(py, "torch"))?;
+        let both = bools.call_method1(intern!(py, "to"), (positions,))?;
+        let both = torch.call_method1(intern!(py, "stack"), ((both, positions),))?;
+        let both = both.call_method0(intern!(py, "cpu"))?;
+        let bools = both.get_item(0)?.call_method0(intern!(py, "bool"))?;
+        // Another thread may have been first, with an equal copy.
+        let _ = self.on_host.set(bools.clone().unbind());
+        Ok((bools, both.get_item(1)?))
     }
 
     /// Takes the tokens of a tensor, with one dimension in place of those of the mask: a copy, unless
