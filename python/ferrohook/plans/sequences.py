@@ -207,7 +207,7 @@ def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None
 
 
 class _Sequence(NamedTuple):
-    """What is known of the sequences of a KV cache."""
+    """Prompts and length of the sequences of a KV cache."""
 
     prompt: tuple[Tensor, int] | None
     """Tokens of the prompts, (batch,), and their columns; None if nobody tells where they end."""
@@ -373,7 +373,7 @@ class Sequences:
 
 
 class _Call:
-    """What a call of a stack is given."""
+    """Arguments of a call of a stack."""
 
     def __init__(self, stack: Stack, arguments: dict[str, Any]) -> None:
         self._name = stack.name

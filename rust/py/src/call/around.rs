@@ -66,8 +66,8 @@ impl Slot for AroundSlot {
     }
 }
 
-/// What runs in a phase between the hooks of the call's own context: hooks of others, and in a repeat
-/// what stands for hooks that do not run again.
+/// Runs, between the hooks of the call's own context in a phase, the hooks of others and, in a repeat,
+/// the stand-ins for hooks that do not run again.
 pub struct Others<'py>(Option<Box<dyn Between<'py> + 'py>>);
 
 /// Hooks of a phase, those of torch first, then those of the call's own context and in between the

@@ -72,8 +72,7 @@ pub struct Keep {
     tapped: Vec<bool>,
 }
 
-/// What the repeat of a checkpointed forward does with a value that the forward stored: nobody stores
-/// it again.
+/// Stand-in for a recorder in the repeat of a checkpointed forward: stores nothing, and taps gradients.
 pub struct KeepAgain {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,

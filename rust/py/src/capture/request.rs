@@ -158,7 +158,7 @@ impl RequestBase {
         Ok(())
     }
 
-    /// What is known of the tokens of the call around the one that begins on this thread.
+    /// Tokens of the call around the one that starts on this thread, with their sequences.
     #[getter]
     fn tokens_around(slf: &Bound<'_, Self>) -> Option<Py<PyAny>> {
         Membership::around(slf.py(), slf.as_super().get())?.tokens

@@ -264,7 +264,7 @@ pub struct Values {
     ends: Vec<Position>,
 }
 
-/// What becomes of a stored value as another one comes.
+/// Fate of a stored value when another one is stored.
 enum Fate {
     Stays,
     /// Another one takes its place.
@@ -273,7 +273,7 @@ enum Fate {
     Partly(TokenPositions, usize),
 }
 
-/// What a value replaces.
+/// Stored values that a new one replaces.
 #[derive(Default)]
 pub struct Replacing {
     /// Of the stored values, the oldest first; those that are missing stay.

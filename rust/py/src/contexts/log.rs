@@ -62,7 +62,7 @@ impl FrameRef {
     }
 }
 
-/// What a repeat does with a hook.
+/// Ways in which a repeat treats a hook.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Runs it; raises if it is gone, as it may change a value.
@@ -159,12 +159,12 @@ impl Logged {
         Some((entry, owner))
     }
 
-    /// What a repeat does in place of the hook, if anything.
+    /// The stand-in that a repeat runs, if there is one.
     pub fn again(&self) -> Option<&Arc<dyn Again>> {
         self.again.get()
     }
 
-    /// Why the hook cannot run again.
+    /// Message of the error that the hook cannot run again.
     pub fn gone(&self, py: Python<'_>) -> String {
         let unnamed = || format!("the hook with id {}", self.id);
         let label = self.label.get().cloned().unwrap_or_else(unnamed);
@@ -397,7 +397,7 @@ impl<'py> PhaseRun<'py> {
         Some(invocation)
     }
 
-    /// Notes what a repeat does in place of a hook that only observes.
+    /// Notes the stand-in that a repeat runs for a hook that only observes.
     pub fn note_again(
         &self,
         entry: &Entry<Hook>,

@@ -7,7 +7,7 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
-/// What hooks of a frame find in its slot while a call runs.
+/// State of a slot that the hooks of its frame see while a call runs.
 pub type State = Arc<dyn Any + Send + Sync>;
 
 /// State that others keep with a frame, for as long as it lives.
@@ -22,7 +22,7 @@ pub trait Slot: Any + Send + Sync {
         Ok(())
     }
 
-    /// What hooks of the frame find now, on this thread.
+    /// The state that hooks of the frame see now, on this thread.
     fn state(&self) -> Option<State> {
         None
     }

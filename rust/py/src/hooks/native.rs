@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
 
-/// What a repeated forward does in place of a native hook that only observed.
+/// Stand-in, in a repeated forward, for a native hook that only observed.
 pub trait Again: Send + Sync {
     /// Runs for the value that the hook would get, in a call with these arguments. Returns what a
     /// repeat of this run does; None for nothing.

@@ -45,7 +45,7 @@ struct State {
 pub struct Call {
     /// Tokens at the positions of the plan; None until they are found.
     pub masks: Option<Arc<Masks>>,
-    /// What Python knows of its tokens.
+    /// Its tokens and their sequences, as Python keeps them.
     pub tokens: Option<Py<PyAny>>,
 }
 

@@ -129,7 +129,7 @@ struct Changed<'a, 'py> {
 /// A value of the whole batch, and the rows of it that members changed.
 pub struct Value<'a, 'py> {
     whole: &'a Bound<'py, PyAny>,
-    /// What hooks get beside it, the arguments of a forward hook.
+    /// Arguments of the call, which forward hooks get beside the output.
     beside: Option<&'a Bound<'py, PyAny>>,
     layout: &'a Layout,
     batch: &'a BatchBase,
