@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ferrohook as fh
-from support.language_models import LAYERS, language_model
+from support.language_models import LAYERS, encoder_decoder_model, language_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -429,23 +429,7 @@ def encoder_decoder(kind: str) -> tuple[Any, str, str, int | None]:
         )
         t5 = transformers.T5ForConditionalGeneration(config)
         return t5, "encoder.block.0", "decoder.block.0", 0
-    config = transformers.BartConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        decoder_start_token_id=2,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=1,
-        forced_eos_token_id=None,
-        max_position_embeddings=64,
-    )
-    bart = transformers.BartForConditionalGeneration(config)
+    bart = encoder_decoder_model(32, layers=2, heads=4, vocab=64)
     return bart, "model.encoder.layers.0", "model.decoder.layers.0", None
 
 

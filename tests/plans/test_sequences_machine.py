@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ferrohook as fh
 from support.amounts import amount
-from support.language_models import language_model
+from support.language_models import encoder_decoder_model, language_model
 from support.threads import run_together
 
 transformers = pytest.importorskip("transformers")
@@ -346,23 +346,7 @@ def test_each_prompt_of_a_generation(step: Generate, ats: list[str]) -> None:
 @functools.cache
 def encoder_decoder() -> Any:
     torch.manual_seed(2)
-    config = transformers.BartConfig(
-        vocab_size=32,
-        d_model=WIDTH,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        decoder_start_token_id=2,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=1,
-        forced_eos_token_id=None,
-        max_position_embeddings=32,
-    )
-    model = transformers.BartForConditionalGeneration(config).eval().requires_grad_(False)
+    model = encoder_decoder_model(WIDTH, layers=1, heads=2, vocab=32).requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model.double()

@@ -296,17 +296,8 @@ def test_a_function_of_positions_that_fails_fails_its_request(
         positions, given, rows = torch.tensor([0, 0]), x, {bad: 0, good: 1}
     with contextlib.ExitStack() as stack:
         if way == "sites":
-            stack.enter_context(
-                fh.rows.sites(
-                    model,
-                    ["0"],
-                    max_requests=4,
-                    max_rows=4,
-                    width=WIDTH,
-                    dtype=x.dtype,
-                    device="cpu",
-                )
-            )
+            open_sites = fh.rows.sites(model, "0", max_requests=4, max_rows=4, width=WIDTH)
+            stack.enter_context(open_sites)
         if "moves" in way:
             batch = stack.enter_context(fh.batch(rows, size=2))
             batch.move(positions)
@@ -350,17 +341,8 @@ def test_lengths_that_are_missing_are_refused_at_the_door(
     request = fh.Plan(fh.keep("0", at="generated")).prepare(model).open()
     with contextlib.ExitStack() as stack:
         if sites:
-            stack.enter_context(
-                fh.rows.sites(
-                    model,
-                    ["0"],
-                    max_requests=4,
-                    max_rows=4,
-                    width=WIDTH,
-                    dtype=torch.float32,
-                    device="cpu",
-                )
-            )
+            open_sites = fh.rows.sites(model, "0", max_requests=4, max_rows=4, width=WIDTH)
+            stack.enter_context(open_sites)
         shapes = [(1,)] if sites else [(1,), (1, 1)]
         for shape in shapes:
             batch = fh.batch({request: 0}, positions=torch.zeros(shape, dtype=torch.long))

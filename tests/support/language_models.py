@@ -28,3 +28,25 @@ def language_model(kind: str, width: int, **options: Any) -> Any:
         return transformers.LlamaForCausalLM(config).eval()
     config = transformers.GPT2Config(n_embd=width, n_layer=2, n_head=2, n_positions=64, **options)
     return transformers.GPT2LMHeadModel(config).eval()
+
+
+def encoder_decoder_model(width: int, *, layers: int, heads: int, vocab: int) -> Any:
+    """Makes a BART that generates until it is told to stop; its padding is token 1."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        vocab_size=vocab,
+        d_model=width,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=width,
+        decoder_ffn_dim=width,
+        decoder_start_token_id=2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=1,
+        forced_eos_token_id=None,
+        max_position_embeddings=vocab,
+    )
+    return transformers.BartForConditionalGeneration(config).eval()
