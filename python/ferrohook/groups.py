@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import functools
 import inspect
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, overload
 
 from ferrohook._core import (
@@ -22,14 +20,15 @@ from ferrohook._core import (
 from ferrohook.arguments import expect, expect_module
 from ferrohook.capture_session import capture as _capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.hook_info import name_of, state_of
+from ferrohook.hook_info import state_of
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
 from ferrohook.places import hooks_at, modules_of
 from ferrohook.plans import Plan, Prepared
-from ferrohook.plans.entries import KeepEntry, keep, on
+from ferrohook.plans.entries import KeepEntry
 from ferrohook.quantity import hooked_places_of
 from ferrohook.scopes import Scope, innermost
+from ferrohook.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -265,61 +264,6 @@ _MEANT: Final = {
 """Names for what `run` takes, near to ours or of other libraries."""
 
 
-@functools.cache
-def options_elsewhere() -> Mapping[str, str]:
-    """Returns the options of hooks and captures, by name, and the code that takes each."""
-    found: dict[str, str] = {}
-    for function, code in (
-        (register, "fh.register(..., {}=...)"),
-        (Prepared.open, "prepared.open({}=...)"),
-        (keep, "plan=fh.Plan(fh.keep(..., {}=...))"),
-        (on, "plan=fh.Plan(fh.on(..., {}=...))"),
-    ):
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                found[name] = code.format(name)
-    found["at"] += ", or the same with fh.keep"
-    return found
-
-
-def refuse_swallowed(
-    taker: str,
-    receiver: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    meant: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Refuses keywords for a function that are our options, unless it names them itself.
-
-    A function with `**kwargs`, as the forwards of transformers, swallows any: the call would go on
-    without the option.
-
-    Args:
-        taker: function that the keywords were passed to.
-        receiver: function that they would go to.
-        kwargs: the keywords.
-        meant: further names that are refused, and what `taker` takes instead of each.
-
-    Raises:
-        HookTypeError: a keyword is an option of hooks or captures; tells what takes it.
-    """
-    ways = options_elsewhere()
-    suspects = {name for name in kwargs if name in ways or name in meant}
-    if not suspects:
-        return
-    try:
-        parameters = [*inspect.signature(receiver).parameters.values()]
-    except (TypeError, ValueError):  # as that of a function in C
-        parameters = []
-    suspects -= {it.name for it in parameters if it.kind is not inspect.Parameter.VAR_KEYWORD}
-    for name in sorted(suspects):
-        msg = f"{name_of(receiver)} does not name {name}= and may ignore it"
-        if name in meant:
-            msg = f"{taker} takes {meant[name]}=, not {name}=: {msg}"
-        else:
-            msg = f"{taker} takes no {name}=: {msg}. Use {ways[name]}"
-        raise HookTypeError(msg)
-
-
 def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
     """Validates that a plain callable can be called as PyTorch's contract for the phase has it."""
     taken = ["module", *_ARGUMENTS[phase]]
@@ -403,9 +347,7 @@ def run(
         >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
     """
     expect_module(model, "run calls")
-    if kwargs:
-        # A compiled model's own forward takes anything.
-        refuse_swallowed("run", getattr(model, "_orig_mod", model).forward, kwargs, _MEANT)
+    refuse_swallowed("run", model, kwargs, _MEANT)
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
         raise HookTypeError(msg)

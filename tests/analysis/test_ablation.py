@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("by", ["zero", "mean"])
 @pytest.mark.parametrize("over", [(), "head", "position"])
 def test_each_cell_is_switched_off_as_by_hand(case: Case, by: Any, over: Any) -> None:
+    heads = HEADS if over == "head" else None
     effects = analysis.ablation(
-        case.model, case.clean, case.metric, case.layers, by=by, over=over, heads=HEADS
+        case.model, case.clean, case.metric, case.layers, by=by, over=over, heads=heads
     )
     with torch.no_grad():
         plain = case.metric(case.model(case.clean)).mean()

@@ -62,7 +62,7 @@ def test_each_cell_is_a_patch_by_hand(case: Case, over: Any, batch_size: int) ->
         case.metric,
         case.layers,
         over=over,
-        heads=HEADS,
+        heads=HEADS if "head" in over else None,
         batch_size=batch_size,
     )
     expected = patched_by_hand(case, over)
@@ -134,7 +134,8 @@ def test_attribution_in_batches_is_that_of_all_texts(case: Case, batch_size: int
 def test_estimates_of_heads_sum_up_to_those_of_positions(case: Case) -> None:
     def estimate(over: Any) -> Tensor:
         arguments = (case.model, case.clean, case.corrupted, case.metric, case.layers)
-        return analysis.attribution_patching(*arguments, over=over, heads=HEADS).values
+        heads = HEADS if "head" in over else None
+        return analysis.attribution_patching(*arguments, over=over, heads=heads).values
 
     both = estimate(("head", "position"))  # in any order
     torch.testing.assert_close(both.sum(2), estimate("position"))
@@ -245,6 +246,10 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
     refused(fh.HookTypeError, "over='head' needs the number of heads", over="head")
     refused(fh.HookTypeError, "3 heads do not divide a width of 16", over="head", heads=3)
     refused(fh.HookTypeError, "tokens has a label for each position: 5, got 1", tokens=["a"])
+    refused(
+        fh.HookTypeError, r"tokens are labels of positions, and over=\(\)", tokens="abcde", over=()
+    )
+    refused(fh.HookTypeError, "heads is for an analysis over heads.*'position'", heads=HEADS)
     refused(ValueError, "batch_size is at least 1, got 0", batch_size=0)
     refused(fh.HookTypeError, "output_index 1 of a tuple is no tensor", output_index=1)
     refused(ZeroDivisionError, "division by zero", net, one, other, lambda o: 1 / 0)

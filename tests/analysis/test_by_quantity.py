@@ -74,6 +74,8 @@ def test_quantities_inside_attention_know_their_heads(named: tuple[str, Case]) -
 
     heads = off("@z.*", over="head")
     close(heads, off("@z.*", over="head", heads=HEADS))
+    with pytest.raises(fh.HookTypeError, match=f"has {HEADS} heads of its own, got heads=3"):
+        off("@z.*", over="head", heads=3)
     # A head without a pattern returns zeros, and a head has a name of its own.
     close(heads, off("@pattern.*", over="head"))
     close(heads[:, 1], off("@z.*.1"))

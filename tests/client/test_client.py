@@ -253,5 +253,16 @@ def test_an_option_of_plans_that_a_server_would_ignore_is_refused(
     assert server.bodies
 
 
+def test_stream_is_a_method_and_no_field(server: PlannedServer, client: Client) -> None:
+    with pytest.raises(fh.HookTypeError, match="a method for each: generate, and stream"):
+        client.generate("w1", stream=True)
+    with (
+        pytest.raises(fh.HookTypeError, match="a method for each: generate, and stream"),
+        client.stream("w1", stream=False),
+    ):
+        pass
+    assert not server.bodies
+
+
 def test_tokens_and_words_are_inverse() -> None:
     assert tokens_of(words(PROMPT)) == PROMPT

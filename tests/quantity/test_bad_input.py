@@ -57,6 +57,15 @@ def test_a_model_that_fails_is_named_with_its_error() -> None:
         fh.quantities(Layers(), torch.randn(2, 3, 7))
 
 
+@pytest.mark.parametrize("name", ["at", "dtype", "plan", "hooks", "prompt", "scope"])
+def test_an_option_of_hooks_in_an_example_is_refused_by_name(name: str) -> None:
+    model, ids = make("llama"), token_ids()
+    table = fh.quantities(model)
+    for call in (fh.quantities, table.verify):
+        with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+            call(model, ids, **{name: None})
+
+
 def test_a_model_that_is_not_deterministic_is_refused() -> None:
     with pytest.raises(fh.HookError, match=r"not deterministic: the input of 'layers.0' differs"):
         fh.quantities(Layers(noise=1.0), torch.randn(2, 3, 8))

@@ -201,6 +201,20 @@ def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:
     assert isinstance(ended.error, RuntimeError)
 
 
+def test_a_deadline_that_nothing_would_look_at_is_refused(model: nn.Module) -> None:
+    late = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open(deadline=600)
+    with pytest.raises(fh.HookError, match="deadline of a request holds in batches"), late:
+        pass
+    with fh.batch({late: 0}):  # refusing it closed nothing
+        assert not model(torch.randn(1, WIDTH)).any()
+
+
+def test_lengths_of_prompts_without_positions_are_refused(model: nn.Module) -> None:
+    request = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open()
+    with pytest.raises(fh.HookTypeError, match="lengths is for positions"):
+        fh.batch({request: 0}, lengths={request: 1})
+
+
 def test_on_error_as_ever(model: nn.Module) -> None:
     plan = fh.Plan(fh.on("1", _raises, on_error="ignore"), fh.on("2", fh.Zero()))
     request = plan.prepare(model).open()

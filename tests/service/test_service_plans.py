@@ -95,6 +95,14 @@ def test_a_body_brings_a_plan(model: nn.Sequential) -> None:
     assert instrumented(model) == []
 
 
+def test_limits_hold_for_a_plan_that_is_one_already() -> None:
+    plan = adding(1)
+    assert plan_of(plan) is plan
+    assert plan_of(plan, max_entries=2) is plan
+    with pytest.raises(ValueError, match="at most max_entries=1, got 2"):
+        plan_of(plan, max_entries=1)
+
+
 def test_limits_and_tensors_are_those_of_from_json() -> None:
     class Short(BaseModel):
         plan: Annotated[fh.Plan, PlainValidator(partial(plan_of, max_entries=1))]

@@ -53,8 +53,9 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         over: go over each "position", each "head", or both; `()` for whole tensors.
         inputs: switch off the inputs of the modules instead of their outputs.
         output_index: part of the output, see `capture`; None for its first tensor.
-        heads: number of heads that lie side by side in the last dimension; `@z` knows its own.
-        tokens: labels of the positions.
+        heads: number of heads that it goes over, side by side in the last dimension; `@z` knows
+            its own.
+        tokens: labels of the positions that it goes over.
         batch_size: rows of a forward.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
@@ -75,7 +76,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     if reference is not None and by != "mean":
         msg = "reference is for by='mean'"
         raise HookTypeError(msg)
-    dimensions = dimensions_of(over)
+    dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     call = Call.of(batch)
 

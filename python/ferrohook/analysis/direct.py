@@ -62,8 +62,8 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         norm: the norm before the head, a quantity or a module.
         over: split each place by "position", "head" or both; `()` for neither.
         output_index: part of the places' outputs, see `capture`; None for the first tensor.
-        heads: number of heads that lie side by side in the inputs of the projections.
-        tokens: labels of the positions.
+        heads: number of heads that it goes over, side by side in the inputs of the projections.
+        tokens: labels of the positions that it goes over.
         batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
             many, and its values are averaged over the texts.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
@@ -79,7 +79,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         >>> logit = lambda out: out.logits[:, -1, token]
         >>> fh.analysis.direct_logit_attribution(model, ids, logit)
     """
-    dimensions = dimensions_of(over)
+    dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     call = Call.of(batch)
     projected = None
     if "head" in dimensions:

@@ -32,6 +32,17 @@ def check_tokens(tokens: Sequence[str] | None, positions: int) -> None:
         raise HookTypeError(msg)
 
 
+def check_labelled(tokens: Sequence[str] | None, over: Sequence[str]) -> None:
+    """Validates that labels of positions are for an analysis over these.
+
+    Raises:
+        HookTypeError: they are not.
+    """
+    if tokens is not None and "position" not in over:
+        msg = f"tokens are labels of positions, and over={over!r} has none"
+        raise HookTypeError(msg)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Effects:
     """Effects by place, and by position and head where an analysis is over these.
@@ -53,6 +64,7 @@ class Effects:
     """Labels of the positions."""
 
     def __post_init__(self) -> None:
+        check_labelled(self.tokens, self.over)
         if "position" in self.over:
             check_tokens(self.tokens, self.values.shape[1])
 

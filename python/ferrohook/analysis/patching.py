@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.analysis.calls import Call, score
-from ferrohook.analysis.effects import Effects
+from ferrohook.analysis.effects import Effects, check_labelled
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError
@@ -59,8 +59,9 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
         over: go over each "position", each "head", or both; `()` for whole tensors.
         inputs: patch the inputs of the modules instead of their outputs.
         output_index: part of the output to patch, see `capture`; None for its first tensor.
-        heads: number of heads that lie side by side in the last dimension; `@z` knows its own.
-        tokens: labels of the positions.
+        heads: number of heads that it goes over, side by side in the last dimension; `@z` knows
+            its own.
+        tokens: labels of the positions that it goes over.
         batch_size: rows of a forward.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
@@ -78,7 +79,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
         ... )
         >>> effects.plot()
     """
-    dimensions = dimensions_of(over)
+    dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
     sources, clean_output = targets.read(source, cloned)
@@ -132,7 +133,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
         inputs: the inputs of the modules.
         output_index: part of the output.
         heads: number of heads.
-        tokens: labels of the positions.
+        tokens: labels of the positions that it goes over.
         batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
             many, and its values are averaged over the texts.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
@@ -144,7 +145,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
             metric has no gradient.
         ValueError: `batch_size` is less than 1.
     """
-    dimensions = dimensions_of(over)
+    dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
     if source.rows != target.rows:
@@ -173,11 +174,21 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     return as_effects(values, cells, dimensions, label="estimate", scores=ends, tokens=tokens)
 
 
-def dimensions_of(over: Over) -> tuple[str, ...]:
-    """Validates the dimensions that an analysis goes over, and orders them."""
+def dimensions_of(
+    over: Over, *, tokens: Sequence[str] | None = None, heads: int | None = None
+) -> tuple[str, ...]:
+    """Validates the dimensions that an analysis goes over, and orders them.
+
+    Raises:
+        HookTypeError: an unknown dimension, or an option of one that is not among them.
+    """
     named = (over,) if isinstance(over, str) else tuple(over)
     if unknown := {*named} - {"position", "head"}:
         msg = f"over is 'position', 'head', both or (), got {min(unknown, key=str)!r}"
+        raise HookTypeError(msg)
+    check_labelled(tokens, named)
+    if heads is not None and "head" not in named:
+        msg = f"heads is for an analysis over heads, and this one has over={over!r}"
         raise HookTypeError(msg)
     return tuple(each for each in ("position", "head") if each in named)
 

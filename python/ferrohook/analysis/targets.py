@@ -228,6 +228,9 @@ class Targets:
             positions = range(shape[axes.position])
         if "head" in over:
             count = self.heads if axes.head is None else shape[axes.head]
+            if self.heads not in {None, count}:
+                msg = f"{name!r} has {count} heads of its own, got heads={self.heads}"
+                raise HookTypeError(msg)
             if count is None:
                 msg = "over='head' needs the number of heads in the last dimension: heads=12"
                 raise HookTypeError(msg)

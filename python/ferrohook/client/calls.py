@@ -36,9 +36,9 @@ from ferrohook.client.errors import (
 )
 from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
 from ferrohook.errors import HookTypeError, NeverFiredWarning
-from ferrohook.groups import refuse_swallowed
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
+from ferrohook.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,12 +123,23 @@ class Calls:
         return (yield from self.finish(pending, text, proof))
 
     def begin(
-        self, prompt: Prompt, plan: AnyPlan, model: str | None, options: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        plan: AnyPlan,
+        model: str | None,
+        options: Mapping[str, Any],
+        *,
+        stream: bool = False,
     ) -> Steps[Pending]:
         """Prepares the request for a text."""
         chat = _is_chat(prompt)
         refuse_swallowed("generate", _fields, options, _MEANT)
+        if "stream" in options:
+            msg = "a client has a method for each: generate, and stream"
+            raise HookTypeError(msg)
         body: dict[str, Any] = {"messages" if chat else "prompt": prompt, **options}
+        if stream:
+            body["stream"] = True
         if model is not None:
             body["model"] = model
         captures = False

@@ -104,7 +104,7 @@ class Client:
             ...         print(piece, end="")
             ...     stream.generated.acts
         """
-        pending = self._run(self._calls.begin(prompt, plan, model, {**options, "stream": True}))
+        pending = self._run(self._calls.begin(prompt, plan, model, options, stream=True))
         response = self._send(pending.request, stream=True)
         with contextlib.closing(response):
             if not response.is_success:
@@ -252,7 +252,7 @@ class AsyncClient:
         self, prompt: Prompt, plan: AnyPlan = None, *, model: str | None = None, **options: Any
     ) -> AsyncIterator[AsyncTextStream]:
         """Generates a text, which is read meanwhile, see `Client.stream`."""
-        begin = self._calls.begin(prompt, plan, model, {**options, "stream": True})
+        begin = self._calls.begin(prompt, plan, model, options, stream=True)
         pending = await self._run(begin)
         response = await self._send(pending.request, stream=True)
         try:

@@ -39,8 +39,8 @@ from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
 from ferrohook.errors import HookError
-from ferrohook.groups import refuse_swallowed
 from ferrohook.quantity import quantities
+from ferrohook.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -243,6 +243,7 @@ class Prepared:
 
         Args:
             deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
+                A request that has one is not entered.
             prompt: number of tokens of the prompt, those in a KV cache included; for calls with
                 several rows, one for each or one for all. For positions that refer to the prompt
                 where the call does not tell its end.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrohook._core import ModuleTree
 from ferrohook.arguments import expect_module
 from ferrohook.quantity.table import Quantities, Quantity, looked_at
+from ferrohook.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,8 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
         The table. With an example it is looked at anew, and replaces what was kept.
 
     Raises:
-        HookTypeError: `model` is not an `nn.Module`.
+        HookTypeError: `model` is not an `nn.Module`; or a keyword is an option of hooks or captures
+            that the model's forward does not name.
         HookError: the model takes no `input_ids` and there is no example; its forward fails; two
             looks differ; or it cannot be copied.
 
@@ -73,6 +75,7 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
     expect_module(model, "quantities looks at")
     if not args and not kwargs:
         return known_of(model).table
+    refuse_swallowed("quantities", model, kwargs)
     known = _KNOWN[model] = Known(model, looked_at(model, args, kwargs))
     return known.table
 

@@ -15,6 +15,7 @@ from ferrohook.quantity.proving import look_at
 from ferrohook.quantity_names import SIGN, kind_of, order_of
 from ferrohook.selection import select_names
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,12 +149,14 @@ class Quantities(Mapping[str, Quantity]):
         Raises:
             HookError: a quantity of the table is not proved any more, or at another place; or the
                 model is gone.
+            HookTypeError: a keyword is an option of hooks or captures, see `quantities`.
         """
         if model is None:
             model = None if self._model is None else self._model()
         if model is None:
             msg = "the model of this table is not known or gone: verify(model)"
             raise HookError(msg)
+        refuse_swallowed("verify", model, kwargs)
         now = looked_at(model, args, kwargs)
         for name, quantity in self._found.items():
             if name not in now:

@@ -214,6 +214,9 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
         size = at_least_one("size", size)
     if positions is not None:
         size = _check_positions(positions, dim, size)
+    elif lengths is not None:
+        msg = "lengths is for positions: give both to batch, or to move"
+        raise HookTypeError(msg)
     members = dict(rows)
     models = models_of(members)
     indices = [] if gathered is None else _resolved(gathered, models, size)

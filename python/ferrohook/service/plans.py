@@ -19,18 +19,21 @@ def plan_of(body: Any, **limits: Any) -> Plan:
     alone.
 
     Args:
-        body: JSON text, or what a framework parsed it into.
+        body: JSON text, what a framework parsed it into, or a plan, which the limits hold for too.
         **limits: `tensors` and limits of `Plan.from_json`.
 
     Raises:
         ValueError: the body is no plan or exceeds a limit; names the entry. As a validator's error
             FastAPI answers it with status 422.
+        HookTypeError: limits for a plan that JSON does not know, see `Plan.to_json`.
 
     Examples:
         >>> short = PlainValidator(partial(plan_of, max_entries=4))
         >>> ShortPlan = Annotated[fh.Plan, short]
     """
     if isinstance(body, Plan):
+        if limits:  # checked where plans are read
+            Plan.from_json(body.to_json(), **limits)
         return body
     if not isinstance(body, str | bytes | Mapping):
         msg = f"a plan is an object, got {describe(body)}"

@@ -43,10 +43,10 @@ from ferrohook.compat.transformer_lens.names import (
 from ferrohook.compat.transformer_lens.slices import Slice, SliceInput
 from ferrohook.compat.transformer_lens.wrapped import WrappedModel, make_points
 from ferrohook.errors import HookTypeError, NeverFiredWarning
-from ferrohook.groups import refuse_swallowed
 from ferrohook.instrumentation import registry_of
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
+from ferrohook.swallowed import refuse_swallowed
 from ferrohook.wrapper import own_names
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class HookedRootModule(nn.Module):
             HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`; or a keyword is an
                 option of hooks or captures that the model's forward does not name.
         """
-        refuse_swallowed("run_with_hooks", self.forward, model_kwargs, _MEANT)
+        refuse_swallowed("run_with_hooks", self, model_kwargs, _MEANT)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
@@ -433,7 +433,7 @@ class HookedRootModule(nn.Module):
                 unknown `copy`, or an invalid `pos_slice`.
             RuntimeError: `incl_bwd` with an output that is no scalar, or an invalid `device`.
         """
-        refuse_swallowed("run_with_cache", self.forward, model_kwargs, _MEANT)
+        refuse_swallowed("run_with_cache", self, model_kwargs, _MEANT)
         if remove_batch_dim and model_args:
             _check_batch(model_args[0])
         points = points_filtered(self, names_filter)

@@ -373,6 +373,8 @@ impl Frame {
     }
 }
 
+const DEADLINE: &str = "the deadline of a request holds in batches, and this one is entered: give it to fh.batch, \
+     or limit the calls by ferrohook.service.deadline";
 const ONCE: &str = "a scope is entered once: use activate() for other threads, scope() for another";
 
 fn closed(py: Python<'_>) -> PyErr {
@@ -464,6 +466,9 @@ impl Frame {
     #[pyo3(name = "__enter__")]
     pub fn enter<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
+        if this.deadline().is_some() {
+            return Err(hook_error(py, DEADLINE.to_owned()));
+        }
         if this.closed() || this.once.swap(true, Ordering::Relaxed) {
             let message = this.of_tag(intern!(py, "ONCE"))?;
             let message = message.map_or_else(|| Ok(ONCE.to_owned()), |text| text.extract())?;
