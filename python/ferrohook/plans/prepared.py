@@ -256,8 +256,11 @@ class Prepared:
         lengths = _lengths_of(prompt)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
-        # Not a method, which would keep the request alive.
-        request._sequences = Sequences(lengths, functools.partial(_accept, weakref.ref(request)))
+        request.prompt = lengths
+        if self._contents.ats:
+            # Not a method, which would keep the request alive.
+            accept = functools.partial(_accept, weakref.ref(request))
+            request._sequences = Sequences(lengths, accept)
         if lengths:
             request.set_prompt_lengths(lengths)
         if deadline is not None:
@@ -377,6 +380,9 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     _sequences: Sequences
+    """Of a plan with positions."""
+    prompt: Sequence[int]
+    """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
@@ -460,11 +466,6 @@ class Request(RequestBase, Scope):
         if complete:
             finish(collector)
         return collector
-
-    @property
-    def prompt(self) -> Sequence[int]:
-        """The numbers of tokens of its prompts that it was opened with; none if it was not."""
-        return self._sequences.prompt
 
     def accept(self, tokens: int) -> None:
         """Takes back captured rows of rejected drafts; `tokens`: number of those that stay."""

@@ -440,13 +440,13 @@ impl Collector {
         if store.kept[index].count == 0 {
             store.ran.push(index);
         }
-        let replaces = !replacing.is_empty();
+        let partial = replacing.is_partial();
         let former = store.kept[index].put(kept, replacing);
-        let calls = store.kept[index]
-            .calls
-            .iter()
-            .filter(|kept| replaces && kept.is_sparse());
-        let sparse = calls.map(|kept| kept.view(py)).collect();
+        let mut sparse = Vec::new();
+        if partial {
+            let calls = store.kept[index].calls.iter();
+            sparse.extend(calls.filter(|it| it.is_sparse()).map(|it| it.view(py)));
+        }
         Put::Kept {
             ends_call: self.stop.is_some() && store.ends_call(index, self.names.len()),
             sparse,

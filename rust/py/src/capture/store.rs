@@ -276,7 +276,9 @@ enum Fate {
 /// Stored values that a new one replaces.
 #[derive(Default)]
 pub struct Replacing {
-    /// Of the stored values, the oldest first; those that are missing stay.
+    /// Number of the oldest values that go.
+    oldest: usize,
+    /// Of the values after them, in order; the rest stays.
     fates: Vec<Fate>,
     /// Number of calls whose tokens are no longer those of the value.
     dropped: usize,
@@ -285,7 +287,7 @@ pub struct Replacing {
 }
 
 impl Replacing {
-    fn of(calls: &VecDeque<Kept>, fates: Vec<Fate>, dropped: usize) -> Self {
+    fn of(calls: &VecDeque<Kept>, fates: Vec<Fate>) -> Self {
         let freed = calls.iter().zip(&fates).map(|(kept, fate)| match fate {
             Fate::Stays => 0,
             Fate::Goes => kept.bytes,
@@ -293,14 +295,15 @@ impl Replacing {
         });
         Self {
             freed: freed.sum(),
+            oldest: 0,
             fates,
-            dropped,
+            dropped: 0,
         }
     }
 
-    /// True if no stored value goes, or a part of one.
-    pub fn is_empty(&self) -> bool {
-        self.fates.is_empty()
+    /// True if a part of a stored value may go.
+    pub fn is_partial(&self) -> bool {
+        !self.fates.is_empty()
     }
 }
 
@@ -312,20 +315,21 @@ impl Values {
             let first = self.calls.front().and_then(|kept| kept.positions.as_ref());
             first.is_some_and(|first| first.sequences == positions.sequences)
         };
-        let (fates, dropped) = if let Some(positions) = positions.filter(of_same) {
-            (self.run_again(positions), 0)
-        } else {
-            let over = (self.calls.len() + 1).saturating_sub(keep);
-            let fates = std::iter::repeat_with(|| Fate::Goes).take(over);
+        if let Some(positions) = positions.filter(of_same) {
+            return Replacing::of(&self.calls, self.run_again(positions));
+        }
+        let oldest = (self.calls.len() + 1).saturating_sub(keep);
+        Replacing {
+            freed: self.calls.range(..oldest).map(|kept| kept.bytes).sum(),
+            oldest,
+            fates: Vec::new(),
             // One call takes the place of all tokens that were put together.
-            let dropped = if keep == 1 {
+            dropped: if keep == 1 {
                 self.count - self.dropped
             } else {
-                over
-            };
-            (fates.collect(), dropped)
-        };
-        Replacing::of(&self.calls, fates, dropped)
+                oldest
+            },
+        }
     }
 
     /// Returns what becomes of the stored values as their tokens at some positions run again.
@@ -347,7 +351,7 @@ impl Values {
             Some(_) => kept.without(|(_, position)| *position >= from),
             None => Fate::Stays,
         });
-        Replacing::of(&self.calls, fates.collect(), 0)
+        Replacing::of(&self.calls, fates.collect())
     }
 
     /// Takes back stored values, or parts of them. Returns them, to be dropped without a lock.
@@ -355,12 +359,15 @@ impl Values {
         for end in &mut self.ends {
             *end = Position(end.0.min(from.0 - 1));
         }
-        self.replace(replacing.fates)
+        self.replace(replacing)
     }
 
     /// Does what becomes of the stored values. Returns those that go.
-    fn replace(&mut self, fates: Vec<Fate>) -> Vec<Kept> {
-        let mut replaced = Vec::new();
+    fn replace(&mut self, Replacing { oldest, fates, .. }: Replacing) -> Vec<Kept> {
+        let mut replaced: Vec<_> = self.calls.drain(..oldest).collect();
+        if fates.is_empty() {
+            return replaced;
+        }
         let mut stay = Vec::new();
         for (mut kept, fate) in self.calls.drain(..fates.len()).zip(fates) {
             match fate {
@@ -381,9 +388,9 @@ impl Values {
 
     /// Stores a value. Returns those that it replaces, to be dropped without a lock.
     pub fn put(&mut self, new: Kept, replacing: Replacing) -> Vec<Kept> {
-        let replaced = self.replace(replacing.fates);
         self.count += 1;
         self.dropped += replacing.dropped;
+        let replaced = self.replace(replacing);
         if self.calls.is_empty() {
             self.ends.clear();
         }
