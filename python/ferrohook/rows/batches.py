@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ferrohook._core import BatchBase
 from ferrohook.arguments import at_least_one, expect
 from ferrohook.capture_session import Capture
-from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import check_lengths, masks_of
 from ferrohook.rows.site_tables import open_sites
@@ -66,9 +66,14 @@ class Batch(BatchBase, Scope):
             HookTypeError: `positions` is no tensor of ints, or `lengths` has no ints.
             RowsError: it has another shape than the batch, or the length of a prompt is needed and
                 not known.
+            HookError: the batch was left.
         """
+        if self.closed:
+            msg = "a batch that was left runs no calls, so it has nothing to move"
+            raise HookError(msg)
         self._set(positions, lengths)
-        self._moved()
+        if self._entered is not None:  # until then the members may be in another batch
+            self._moved()
 
     def _set(self, positions: Tensor, lengths: Lengths | None) -> None:
         """Sets the positions of the rows."""
@@ -78,7 +83,7 @@ class Batch(BatchBase, Scope):
             raise RowsError(msg)
         columns = None if positions.dim() == 1 else positions.shape[1]
         values = positions.cpu().flatten().tolist()  # the one wait for a GPU
-        self._set_positions(values, columns, {} if lengths is None else dict(lengths))
+        self._set_positions(size, values, columns, {} if lengths is None else dict(lengths))
 
     def _moved(self) -> None:
         """Finds the tokens at the positions of plans; called after the positions were set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 WIDTH = 4
 """Last dimension of all tensors."""
@@ -142,6 +143,16 @@ class Call:
     before: tuple[Event, ...] = ()
     during: tuple[int, Event] | None = None
     """An event at an operation of torch's in the call, by number."""
+    moved: tuple[Any, ...] | None = None
+    """Positions that the batch moves to."""
+    way: str = "before"
+    """Where it moves: `before` the call, in a `hook` on the model, or on a `thread`."""
+    told: bool = False
+    """Moves with the lengths of the prompts, which the requests remember."""
+    wrong: str | None = None
+    """A move before it that is refused."""
+    strays: bool = False
+    """Batches that do not run move before it."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,8 @@ class Step:
     forms: dict[int, str]
     sized: bool = True
     positions: tuple[Any, ...] | None = None
+    late: str | None = None
+    """Where `move` sets the first positions, `made` or `entered`; None if `fh.batch` does."""
     gathered: tuple[int, ...] | None = None
     form: str = "tensor"
     """How `gathered` is handed over: `tensor`, `callable`.
@@ -204,7 +217,7 @@ class Case:
         counted = any(form in {"negative", "open"} for form in step.forms.values())
         named = all(each.way == "plan" and each.entries for each in members)
         known = step.sized or counted or not named or self.sites
-        return step.positions is None and known
+        return (step.positions is None or step.late is not None) and known
 
     def __str__(self) -> str:
         lines = [
@@ -238,6 +251,8 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
+MOVES = ("float positions", "short positions", "no tensor", "float lengths")
+"""Moves that are refused."""
 KNOCKS = (
     "huge steps",
     "overlap",
@@ -249,6 +264,7 @@ KNOCKS = (
     "flat gathered",
     "far gathered",
     "nobody",
+    "lengths alone",
 )
 
 
@@ -481,6 +497,10 @@ class Dice:
             if not case.sites and gathered and self.some(0.05):
                 form = pick.choice(("far", "long"))
             flat = case.dim == 1 and self.some(0.5)
+        late, moves = None, None
+        if positions is not None:
+            moves = functools.partial(self.moved, case, rows, positions)
+            late = pick.choice(("made", "entered")) if not case.sites and self.some(0.25) else None
         outer = None
         if not positioned and not case.sites and plans and self.some(0.06):
             free = [each for each in plans if each not in rows]
@@ -491,23 +511,33 @@ class Dice:
             forms,
             sized=sized or gathered is not None,
             positions=positions,
+            late=late,
             gathered=gathered,
             form=form,
             flat=flat,
             outer=outer,
             before=self.events(case, events),
             made=self.events(case, events / 3),
-            calls=self.calls(case, size, events, quiet or gathered is not None),
+            calls=self.calls(case, size, events, quiet or gathered is not None, moves=moves),
             knock=pick.choice(KNOCKS) if self.some(0.1) else None,
             interrupt=pick.randint(1, 30) if self.some(0.05) else None,
         )
 
-    def calls(
-        self, case: Case, size: int, events: float, quiet: bool, *, nested: bool = False
+    def calls(  # noqa: PLR0913 (all but the first four by keyword)
+        self,
+        case: Case,
+        size: int,
+        events: float,
+        quiet: bool,
+        *,
+        nested: bool = False,
+        moves: Callable[[], tuple[Any, ...]] | None = None,
     ) -> tuple[Call, ...]:
         pick = self.random
         made = []
-        for number in range(1 if case.sites else pick.choice((1, 1, 2))):
+        counts = (1, 1, 2) if moves is None else (1, 2, 3)
+        # Sites keep one call of a batch.
+        for number in range(1 if case.sites else pick.choice(counts)):
             other = not quiet and not nested and self.some(0.06)
             rows = pick.choice((size - 1, size + 1, 2 * size)) if other else size
             rows = rows + 1 if rows == WIDTH else rows
@@ -520,6 +550,11 @@ class Dice:
                     pick.randint(0, 99),
                     self.events(case, events / 2) if number else (),
                     during,
+                    moves() if moves is not None and self.some(0.8 if number else 0.2) else None,
+                    pick.choice(("before", "before", "hook", "thread")),
+                    self.some(0.3),
+                    pick.choice(MOVES) if moves is not None and self.some(0.1) else None,
+                    moves is not None and self.some(0.1),
                 )
             )
         return tuple(made)
@@ -610,6 +645,25 @@ class Dice:
         rows = {member: tuple(own) for member, own in found.items()}
         forms = {member: pick.choice(("list", "tensor")) for member in rows}
         return len(tokens), rows, forms, positions
+
+    def moved(
+        self, case: Case, rows: dict[int, tuple[int, ...]], positions: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Positions of the next tokens in the same rows, or of earlier ones; others are padding."""
+        pick = self.random
+        table = [[*each] if isinstance(each, tuple) else [each] for each in positions]
+        table = [[-pick.randint(1, 9)] * len(each) for each in table]
+        for member, own in rows.items():
+            done = self.done.get(member, 0)
+            again = done and (done == MOST_TOKENS or self.some(0.2))
+            start = pick.randrange(done) if again else done
+            places = [(row, column) for row in own for column in range(len(table[row]))]
+            places = places if case.members[member].prompt > start else places[:1]
+            for position, (row, column) in enumerate(places, start):
+                if position == start or (position < MOST_TOKENS and self.some(0.9)):
+                    table[row][column] = position
+                    self.done[member] = max(self.done.get(member, 0), position + 1)
+        return tuple(tuple(each) if case.columns else each[0] for each in table)
 
     def gathered(self, size: int, *, once: bool) -> tuple[int, ...]:
         """Rows that the head runs on; `once`: none of them twice."""

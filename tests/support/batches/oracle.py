@@ -186,6 +186,8 @@ class Oracle:
         self.agreed = 0
         """Comparisons with the product that held."""
         self.size = 0
+        self.positions: tuple[Any, ...] | None = None
+        """Of the batch's rows, in its running call."""
         self.live: dict[int, tuple[int, ...]] = {}
         self.entered: list[Owner] = []
 
@@ -266,15 +268,22 @@ class Oracle:
             for each in self.live:
                 owner = self.owners[each]
                 owner.used = True
-                ats = [placed.hook.at for placed in owner.hooks] + [keep.at for keep in owner.keeps]
-                fails = any(at in FAILING for at in ats)
-                owner.failed |= fails and step.positions is not None
+            if step.positions is not None:
+                self._move(step.positions)
             ended, seen = "entered", self._calls(number, step)
         if outer is not None:
             outer.closed = True
-        self.entered, self.step = [], None
+        self.entered, self.step, self.positions = [], None, None
         self.whole[BATCH] = []
         return ended, seen
+
+    def _move(self, positions: tuple[Any, ...]) -> None:
+        """Has the batch run the tokens at some positions."""
+        self.positions = positions
+        for each in self.live:
+            owner = self.owners[each]
+            ats = [placed.hook.at for placed in owner.hooks] + [keep.at for keep in owner.keeps]
+            owner.failed |= any(at in FAILING for at in ats)
 
     def _refusals(self, step: Step) -> list[bool]:
         """Sites refuse what they cannot serve."""
@@ -302,6 +311,8 @@ class Oracle:
         for place, call in enumerate(step.calls):
             for event in call.before:
                 self.happen(event)
+            if call.moved is not None:
+                self._move(call.moved)
             late = None
             if self.reached.get((number, place)):
                 assert call.during is not None
@@ -405,6 +416,8 @@ class Oracle:
                 return value
         if hook.kind == "raise" or self._refused(hook):
             raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
+        if hook.kind == "write" and first(value).requires_grad and first(value).is_leaf:
+            raise RaisedInCallError("RuntimeError")  # noqa: EM101 (a name)
         changed = self._apply(placed, value, owner)
         if mask is None:
             return changed
@@ -524,7 +537,7 @@ class Oracle:
 
     def _tokens(self, here: Here, cut: Cut | None) -> list[Any] | None:
         """Returns the position of each row's token, or of each of its columns."""
-        positions = here.step.positions
+        positions = self.positions
         if positions is None or cut is None:
             return None
         gathered = here.gathered

@@ -26,6 +26,7 @@ from support.batches.cases import (
     BAD,
     BATCH,
     NATIVE,
+    PLAIN,
     WIDTH,
     Call,
     Case,
@@ -39,6 +40,7 @@ from support.batches.cases import (
 )
 from support.batches.oracle import Seen, gradient, outcomes
 from support.internals import instrumented
+from support.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,6 +109,10 @@ class Run:
         self.logs: dict[tuple[Any, ...], list[Any]] = {}
         self.done: set[tuple[Any, ...]] = set()
         self.batch: Any = None
+        self.former: Any = None
+        """Batch that was left last."""
+        self.live: dict[int, tuple[int, ...]] = {}
+        """Rows of the members of the batch."""
         self.violations: list[str] = []
         self.closed: set[int] = set()
         self.used: set[Any] = set()
@@ -303,7 +309,7 @@ class Run:
 
     # --- Steps ----------------------------------------------------------------------------------
 
-    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901 (each point in time)
+    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901, PLR0912 (each point in time)
         for event in step.before:
             self.happen(event)
         self.model.b.table = values.table(self.case, step)
@@ -327,8 +333,11 @@ class Run:
             None if step.gathered is None else torch.tensor(step.gathered, dtype=torch.long)
         )
         self.model.flat = step.flat
+        self.live = live
         batch = self._batch(step, live)
         self.batch = batch
+        if step.late == "made":
+            self._move(step.positions)
         for event in step.made:
             self.happen(event)
         try:
@@ -342,9 +351,11 @@ class Run:
                     batch.close()  # and the hooks that it was given
                     return f"refused {type(error).__name__}", []
                 self.used |= set(batch.members)
+                if step.late == "entered":
+                    self._move(step.positions)
                 return "entered", self._calls(number, step)
         finally:
-            self.batch = None
+            self.former, self.batch = batch, None
             self.open = []
             if outer is not None:
                 outer.close()
@@ -356,13 +367,9 @@ class Run:
         options: dict[str, Any] = {}
         if self.case.sized(step):
             options["size"] = step.size
-        if step.positions is not None:
+        if step.positions is not None and step.late is None:
             options["positions"] = torch.tensor(step.positions)
-            options["lengths"] = {
-                self.members[each]: self.case.members[each].prompt
-                for each in live
-                if self.case.members[each].way == "plan"
-            }
+            options["lengths"] = self._lengths()
         if step.gathered is not None:
             index: Any = torch.tensor(step.gathered, dtype=torch.long)
             if step.form != "tensor":
@@ -373,6 +380,57 @@ class Run:
                 index = functools.partial(returned, index)
             options["gathered"] = {self.model.head: (index, 0) if step.flat else index}
         return fh.batch(rows, self.case.dim, **options, warn=False)
+
+    def _lengths(self) -> dict[Any, int]:
+        members = self.case.members
+        plans = [at for at in self.live if members[at].way == "plan"]
+        return {self.members[at]: members[at].prompt for at in plans}
+
+    def _move(self, positions: Any, *, told: bool = True) -> None:
+        self.batch.move(torch.tensor(positions), self._lengths() if told else None)
+
+    def _moved(self, step: Step, call: Call) -> Any:
+        """Moves the batch before a call, or returns a context whose call does."""
+        if call.strays:
+            self._stray(step)
+        if call.wrong is not None:
+            self._move_wrong(step, call.wrong)
+        if call.moved is None:
+            return contextlib.nullcontext()
+        move = functools.partial(self._move, call.moved, told=call.told)
+        if call.way == "hook":
+            return self.model.register_forward_pre_hook(lambda *_: move(), prepend=True)
+        in_thread(move) if call.way == "thread" else move()
+        return contextlib.nullcontext()
+
+    def _move_wrong(self, step: Step, what: str) -> None:
+        """Calls `move` with arguments that it refuses."""
+        size = step.size
+        positions: dict[str, Any] = {
+            "float positions": torch.zeros(size),
+            "short positions": torch.zeros(size - 1, dtype=torch.long),
+            "no tensor": [0] * size,
+        }
+        lengths = dict.fromkeys(self.batch.members, 1.5)
+        try:
+            self.batch.move(positions.get(what, torch.zeros(size, dtype=torch.long)), lengths)
+        except REFUSALS:
+            return
+        require(False, f"move takes {what}")
+
+    def _stray(self, step: Step) -> None:
+        """Moves two batches that do not run: one that was left, and one that is not entered."""
+        positions = torch.full((step.size, *[self.case.columns] * (self.case.columns > 0)), 2)
+        lengths = dict.fromkeys(self._lengths(), 7)
+        self._batch(step, self.live).move(positions, lengths)
+        if self.former is None:
+            return
+        try:
+            self.former.move(positions)
+        except fh.HookError as error:
+            require("was left" in str(error), f"a batch that was left moves: {error}")
+            return
+        require(False, "a batch that was left moves")
 
     def _knock(self, step: Step, live: dict[int, tuple[int, ...]]) -> None:
         """Calls `fh.batch` with arguments that it refuses."""
@@ -389,6 +447,7 @@ class Run:
             "flat gathered": (good, {"gathered": {self.model.head: torch.zeros(2, 2).long()}}),
             "far gathered": (good, {"gathered": {self.model.head: torch.tensor([0, size])}}),
             "nobody": ({}, {}),
+            "lengths alone": (good, {"lengths": dict.fromkeys(good, 1)}),
         }
         assert step.knock is not None
         rows, options = wrong[step.knock]
@@ -401,6 +460,7 @@ class Run:
 
     def _interrupt(self, number: int, step: Step, live: dict[int, tuple[int, ...]]) -> None:
         assert step.interrupt is not None
+        self.live = live
         try:
             with interrupted(step.interrupt):
                 batch = self._batch(step, live)
@@ -456,7 +516,7 @@ class Run:
             seen = Seen()
             given = x if case.grads else x.clone()
             try:
-                with meanwhile:
+                with self._moved(step, call), meanwhile:
                     outputs = self.model(inputs_embeds=given) if case.asks else self.model(given)
             except KeyboardInterrupt:
                 seen.raised = "KeyboardInterrupt"
@@ -655,6 +715,8 @@ def judge_error(case: Case, owner: Any, member: Any) -> str | None:
         guilty = {*BAD, "interrupt"}
         if "in-place" in str(error) or "writes in place" in str(error):
             guilty = {"write"}
+        elif any(map(values.spoils, hooks_of(case))):
+            guilty |= {*PLAIN}  # it may get what it cannot compute with
         if found not in guilty or not any(hook.kind == found for hook in hooks_of(case)):
             return f"member {owner.number}: a hook of the kind {found!r} is named: {each}"
     return None

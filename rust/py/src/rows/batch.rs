@@ -165,11 +165,12 @@ impl BatchBase {
         Ok((batch, Frame::with_slot(Box::new(AroundSlot(&Batches)))))
     }
 
-    /// Sets the positions of the rows in the calls from now on, row by row, the number of columns of a
-    /// padded batch, and the lengths of the members' prompts.
-    #[pyo3(signature = (values, columns, lengths))]
+    /// Sets the number of rows, their positions in the calls from now on, row by row, the number of
+    /// columns of a padded batch, and the lengths of the members' prompts.
+    #[pyo3(signature = (size, values, columns, lengths))]
     fn _set_positions(
         &self,
+        size: usize,
         values: Vec<i64>,
         columns: Option<usize>,
         lengths: &Bound<'_, PyDict>,
@@ -180,6 +181,7 @@ impl BatchBase {
         });
         let values = values.into_iter().map(Position).collect();
         let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
+        let _ = self.size.set(size); // if it was known, it is the same
         let _former = self.positions.lock().replace(Arc::new(positions));
         // Those of rows at the former positions.
         self.selections.clear();
