@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ferrohook import shards
 from ferrohook._core import CacheBase
+from ferrohook.arguments import expect
 from ferrohook.captured import Captured, Gradients, not_captured
-from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.errors import SelectionError
 from ferrohook.selection import select_names
 from ferrohook.tables import as_frame, as_html, as_text, rows_of
 from ferrohook.tensors import map_tensors, nbytes, padded, tensors_in
@@ -170,9 +171,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         return torch.stack([padded(tensor) for name in names for tensor in tensors_in(self[name])])
 
     def _matching(self, pattern: str | re.Pattern[str], taker: str) -> list[str]:
-        if not isinstance(pattern, str | re.Pattern):
-            msg = f"{taker} takes a name, a glob or a compiled regex, got {type(pattern).__name__}"
-            raise HookTypeError(msg)
+        expect(pattern, str | re.Pattern, f"{taker} takes a name, a glob or a compiled regex")
         names = select_names(self, pattern)
         if not names:
             captured = ", ".join(map(repr, self)) or "nothing"

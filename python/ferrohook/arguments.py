@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from torch import nn
 
 from ferrohook.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from types import UnionType
 
 OutputIndex: TypeAlias = "int | str | tuple[int | str, ...] | None"
 """Index, key or attribute of a part of a value; a tuple of them is the path of a nested part."""
@@ -20,8 +23,8 @@ def describe(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def expect(value: object, types: type | tuple[type, ...], expected: str) -> None:
-    """Validates the type of a value.
+def expect(value: object, types: type | UnionType | tuple[()], expected: str) -> None:
+    """Validates the type of a value. A bool is an int only where `types` names `bool`.
 
     Args:
         value: the argument.
@@ -31,14 +34,13 @@ def expect(value: object, types: type | tuple[type, ...], expected: str) -> None
     Raises:
         HookTypeError: the value has none of the types.
     """
-    if not isinstance(value, types):
-        msg = f"{expected}, got {type(value).__name__}"
+    unwanted = isinstance(value, bool) and bool not in {types, *get_args(types)}
+    if unwanted or not isinstance(value, types):
+        msg = f"{expected}, got {describe(value)}"
         raise HookTypeError(msg)
 
 
-def check_output_index(
-    value: object, name: str, types: type | tuple[type, ...] = (int, str)
-) -> object:
+def check_output_index(value: object, name: str, types: type | UnionType = int | str) -> object:
     """Validates and returns an `output_index`: None, a step, or a path, a tuple of steps.
 
     Args:
@@ -72,18 +74,16 @@ def expect_module(model: object, taker: str) -> None:
         raise HookTypeError(msg)
 
 
-def at_least_one(name: str, value: object, expected: str = "an int") -> int:
-    """Validates an int of at least 1, and caps it at `sys.maxsize`, the core's limit.
+def at_least(least: int, name: str, value: int, expected: str = "an int") -> int:
+    """Validates an int with a lower bound, and caps it at `sys.maxsize`, the core's limit.
 
     Raises:
         HookTypeError: the value is not an int.
-        ValueError: it is below 1.
+        ValueError: it is below `least`.
     """
-    if not isinstance(value, int) or isinstance(value, bool):
-        msg = f"{name} is {expected}, got {type(value).__name__}"
-        raise HookTypeError(msg)
-    if value < 1:
-        msg = f"{name} is at least 1, got {value}"
+    expect(value, int, f"{name} is {expected}")
+    if value < least:
+        msg = f"{name} is at least {least}, got {value}"
         raise ValueError(msg)
     return min(value, sys.maxsize)
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ferrohook.arguments import describe, expect
+from ferrohook.arguments import describe, expect, expect_module
 from ferrohook.data import Store
 from ferrohook.errors import (
     HookError,
@@ -410,15 +410,9 @@ def _length(batches: Iterable[Any]) -> int | None:
 
 
 def _check(model: object, batches: object, store: object, forward: object, mask: object) -> None:
-    expected = {
-        "model is an instance of nn.Module": (model, nn.Module),
-        "batches is an iterable of batches": (batches, Iterable),
-        "store is a Store": (store, Store),
-    }
-    for requirement, (value, types) in expected.items():
-        if not isinstance(value, types):
-            msg = f"collect: {requirement}, got {describe(value)}"
-            raise HookTypeError(msg)
+    expect_module(model, "collect: model is")
+    expect(batches, Iterable, "collect: batches is an iterable of batches")
+    expect(store, Store, "collect: store is a Store")
     if isinstance(batches, Tensor | Mapping):
         msg = (
             f"collect: batches is an iterable of batches, got {describe(batches)}: pass [it] for "
@@ -438,7 +432,7 @@ def _check_rule(name: str, rule: object) -> None:
 
 
 def _check_plan(model: nn.Module, plan: object) -> None:
-    expect(plan, (Plan, Prepared, type(None)), "collect: plan is a Plan, or one prepared")
+    expect(plan, Plan | Prepared | None, "collect: plan is a Plan, or one prepared")
     if isinstance(plan, Prepared) and plan.model is not model:
         msg = f"the plan was not prepared for this {model._get_name()}"
         raise HookError(msg)

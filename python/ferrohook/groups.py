@@ -348,10 +348,8 @@ def run(
     """
     expect_module(model, "run calls")
     refuse_swallowed("run", model, kwargs, _MEANT)
-    if not isinstance(hooks, Mapping | None):
-        msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
-        raise HookTypeError(msg)
-    expect(plan, (Plan, Prepared, type(None)), "plan is a Plan, or one prepared")
+    expect(hooks, Mapping | None, "hooks is a dict from selectors to hooks")
+    expect(plan, Plan | Prepared | None, "plan is a Plan, or one prepared")
     keeps = plan is not None and any(isinstance(each, KeepEntry) for each in plan.entries)
     if keeps and capture is not None:
         msg = "captures stand in the plan or in capture=, not in both: add fh.keep(...) to the plan"

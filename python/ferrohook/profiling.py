@@ -21,7 +21,7 @@ from ferrohook.groups import register
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
-from ferrohook.tables import grid_as_html, grid_as_text
+from ferrohook.tables import html_table, text_table
 from ferrohook.texts import missing_package
 from ferrohook.traced import never_trace
 
@@ -207,11 +207,11 @@ class Times:
         count = sum(1 for _ in self)
         if not count:
             return "no call was profiled: calls of other contexts are not"
-        text = grid_as_text(self._cells())
+        text = text_table(self._cells(), right=None)
         return text if count <= MOST_LINES else f"{text}\nand {count - MOST_LINES} more modules"
 
     def _repr_html_(self) -> str:
-        return grid_as_html(self._cells())
+        return html_table(self._cells())
 
 
 class _Session:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 import torch
 
 from ferrohook._core import Collector, HookHandle, RootCalls, record_all
-from ferrohook.arguments import at_least_one, check_copy, check_output_index, expect
+from ferrohook.arguments import at_least, check_copy, check_output_index, expect
 from ferrohook.captured import Part, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.conversion import check_index, converter
 from ferrohook.errors import HookTypeError
@@ -80,7 +80,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
             "keep": _calls_to_keep(calls),
             "convert": converter(copies, target, dtype, slice, copy),
             "grads": grads,
-            "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
+            "max_bytes": None if max_bytes is None else at_least(1, "max_bytes", max_bytes),
         },
     )
 
@@ -112,7 +112,7 @@ def _calls_to_keep(calls: Any) -> int | None:
             return _KEEP_NAMES[calls]
         msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
         raise ValueError(msg)
-    return at_least_one("calls", calls, "'last', 'all' or a number of calls")
+    return at_least(1, "calls", calls, "'last', 'all' or a number of calls")
 
 
 _KEEP_NAMES = {"last": 1, "all": None}

@@ -10,7 +10,7 @@ from ferrohook.arguments import expect_module
 from ferrohook.hook_info import name_of, state_of
 from ferrohook.instrumentation import find_registry
 from ferrohook.selection import select
-from ferrohook.tables import aligned, html_table
+from ferrohook.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ class RegisteredHooks(list[RegisteredHook]):
         return [_HEADINGS, *(each._cells() for each in self)]
 
     def __repr__(self) -> str:
-        return aligned(self._lines(), right="calls") if self else "no hooks for everybody"
+        return text_table(self._lines(), right="calls") if self else "no hooks for everybody"
 
     def _repr_html_(self) -> str:
         return html_table(self._lines()) if self else f"<p>{self!r}</p>"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import GpuVector, InterventionBase, to_device
-from ferrohook.arguments import OutputIndex, check_output_index, describe, expect
+from ferrohook.arguments import OutputIndex, check_output_index, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import EXACT, check_dtypes, prepared_vector
 from ferrohook.streams import Made, made
@@ -214,10 +214,8 @@ def _shown(value: Any) -> str:
     )
 
 
-def _vector(cls: type[Intervention], name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        msg = f"{name} of {cls.__name__} is a tensor, got {describe(value)}"
-        raise HookTypeError(msg)
+def _vector(cls: type[Intervention], name: str, value: Tensor) -> Tensor:
+    expect(value, Tensor, f"{name} of {cls.__name__} is a tensor")
     if not value.is_floating_point() and not value.is_complex():
         msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
         raise HookTypeError(msg)
@@ -226,7 +224,7 @@ def _vector(cls: type[Intervention], name: str, value: object) -> Tensor:
         return value if value.requires_grad else value.detach().clone()
 
 
-def _direction(cls: type[Intervention], value: object) -> Tensor:
+def _direction(cls: type[Intervention], value: Tensor) -> Tensor:
     direction = _vector(cls, "direction", value)
     if direction.dim() != 1:
         msg = f"direction of {cls.__name__} has one dimension, got {tuple(direction.shape)}"
@@ -237,10 +235,9 @@ def _direction(cls: type[Intervention], value: object) -> Tensor:
     return direction
 
 
-def _number(cls: type[Intervention], name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        expect(value, (), f"{name} of {cls.__name__} is a number")
-    number = float(value)  # type: ignore[arg-type]
+def _number(cls: type[Intervention], name: str, value: float) -> float:
+    expect(value, int | float, f"{name} of {cls.__name__} is a number")
+    number = float(value)
     if math.isnan(number):
         msg = f"{name} of {cls.__name__} is a number, got NaN"
         raise ValueError(msg)

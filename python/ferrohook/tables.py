@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,18 +97,24 @@ def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
 
 def as_text(rows: Iterable[Row], model: str) -> str:
     """Formats rows as a table of text, whose last column is aligned on the right."""
-    return aligned([*zip(*_columns(rows, model), strict=True)], right="bytes")
+    return text_table(zip(*_columns(rows, model), strict=True), right="bytes")
 
 
-def aligned(lines: Sequence[Sequence[str]], *, right: str) -> str:
-    """Formats lines of cells, the headings first, as text; `right` heads the column of numbers."""
-    columns = [*zip(*lines, strict=True)]
-    widths = [max(map(len, column)) for column in columns]
-    formats = [
-        f"{{:{'>' if head == right else ''}{width}}}"
-        for head, width in zip(lines[0], widths, strict=True)
-    ]
-    return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
+def text_table(lines: Iterable[Sequence[str]], *, right: str | None = "") -> str:
+    """Formats lines of cells, the headings first, as text.
+
+    Args:
+        lines: as many cells in each.
+        right: heading of a column of numbers, which ends on the right; None for all but the first.
+    """
+
+    def padded(place: int, column: Sequence[str]) -> list[str]:
+        on_right = place > 0 if right is None else column[0] == right
+        pad, width = str.rjust if on_right else str.ljust, max(map(len, column))
+        return [pad(cell, width) for cell in column]
+
+    columns = starmap(padded, enumerate(zip(*map(_elided, lines), strict=True)))
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> str:
@@ -121,39 +128,18 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
     shown = rows[:MOST_ROWS]
     stale = {name for name in {row.name for row in shown} if _is_stale(check, name)}
     norms = ["norms", *(STALE if row.name in stale else _sparkline(row.leaf) for row in shown)]
-    table = html_table([*zip(*_columns(shown, model), norms, strict=True)])
+    table = html_table(zip(*_columns(shown, model), norms, strict=True))
     if len(rows) > len(shown):
         table += f"\n<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>"
     return table
 
 
-def html_table(lines: Sequence[Sequence[str]]) -> str:
+def html_table(lines: Iterable[Sequence[str]]) -> str:
     """Formats lines of cells, the headings first, as an HTML table."""
-    head, *body = lines
-    parts = [
-        "<table>",
-        f"<thead>{_html_row('th', head)}</thead>",
-        "<tbody>",
-        *(_html_row("td", line) for line in body),
-        "</tbody>",
-        "</table>",
-    ]
-    return "\n".join(parts)
-
-
-def grid_as_text(lines: Sequence[Sequence[str]]) -> str:
-    """Formats lines of cells, headings first; all columns but the first end on the right."""
-    lines = [_elided(line) for line in lines]
-    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ["  ".join([it[0].ljust(first), *map(str.rjust, it[1:], widths)]) for it in lines]
-    return "\n".join(map(str.rstrip, texts))
-
-
-def grid_as_html(lines: Sequence[Sequence[str]]) -> str:
-    """Formats lines of cells, headings first, as an HTML table."""
-    head, *body = [_elided(line) for line in lines]
-    rows = [_html_row("th", head), *(_html_row("td", line) for line in body)]
-    return "\n".join(["<table>", *rows, "</table>"])
+    head, *body = map(_elided, lines)
+    rows = "\n".join(_html_row("td", line) for line in body)
+    thead = f"<thead>{_html_row('th', head)}</thead>"
+    return f"<table>\n{thead}\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
 def _elided(line: Sequence[str]) -> list[str]:

@@ -231,7 +231,7 @@ def nan_watch(
         12 NaN and 0 infinities in step 4, batch 9, first in the output of 'net.3'
     """
     expect_module(model, "nan_watch takes")
-    expect(optimizer, (Optimizer, type(None)), "optimizer is a torch.optim.Optimizer or None")
+    expect(optimizer, Optimizer | None, "optimizer is a torch.optim.Optimizer or None")
     names = [*select(model, what, called=True)]
     watched = _Watched(model, names, optimizer=optimizer, gradients=gradients, stop=stop)
     return Watch(watched)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         ({"stop": "0"}, fh.HookTypeError, "stop is a bool, got str"),
         ({"output_index": True}, fh.HookTypeError, "output_index is .* got bool"),
         ({"dtype": "float16"}, fh.HookTypeError, "dtype is a torch.dtype, got str"),
-        ({"dtype": float}, fh.HookTypeError, "dtype is a torch.dtype, got type"),
+        ({"dtype": float}, fh.HookTypeError, "dtype is a torch.dtype, got the class float"),
         ({"device": "nowhere"}, RuntimeError, "^device='nowhere'.*not available: torch sees cpu"),
         ({"device": "cuda:99"}, RuntimeError, "^device='cuda:99'.*An engine takes no device"),
         ({"unknown": 1}, TypeError, "unknown"),

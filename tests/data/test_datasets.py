@@ -220,6 +220,7 @@ def test_an_epoch_has_each_row_once(data: fh.data.ActivationDataset, reservoir: 
     assert [epoch(again) for _ in range(3)] == epochs
     other = fh.data.ActivationStream(data, BATCH, reservoir=reservoir, seed=1)
     assert epoch(other) != epochs[0]
+    assert fh.data.ActivationStream(data, BATCH, seed=2**64).seed == 2**64
 
 
 def test_a_reservoir_bounds_the_batches_that_are_read() -> None:

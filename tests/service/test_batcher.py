@@ -331,6 +331,7 @@ def test_forwards_record_no_gradients() -> None:
         ({"max_wait": -1}, ValueError, "max_wait is at least 0 seconds, got -1"),
         ({"max_wait": float("nan")}, ValueError, "max_wait is at least 0 seconds, got nan"),
         ({"max_wait": "1"}, fh.HookTypeError, "max_wait is a number of seconds, got str"),
+        ({"max_wait": True}, fh.HookTypeError, "max_wait is a number of seconds, got bool"),
         ({"workers": 0}, ValueError, "workers is at least 1, got 0"),
     ],
     ids=str,

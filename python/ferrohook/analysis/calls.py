@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import at_least
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
 
@@ -80,7 +80,7 @@ class Call(NamedTuple):
             args, kwargs = map_tensors(own, (self.args, self.kwargs))
             return Call(args, kwargs, stop - start)
 
-        starts = range(0, self.rows, at_least_one("batch_size", size))
+        starts = range(0, self.rows, at_least(1, "batch_size", size))
         return [part(start, min(start + size, self.rows)) for start in starts]
 
     def run(self, model: nn.Module) -> Any:

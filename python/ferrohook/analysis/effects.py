@@ -10,7 +10,7 @@ import torch
 
 from ferrohook import plot
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.tables import grid_as_html, grid_as_text
+from ferrohook.tables import html_table, text_table
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Effects:
         return [["name", *columns], *lines]
 
     def __repr__(self) -> str:
-        return grid_as_text(self._cells())
+        return text_table(self._cells(), right=None)
 
     def _repr_html_(self) -> str:
-        return grid_as_html(self._cells())
+        return html_table(self._cells())

@@ -14,10 +14,10 @@ from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, 
 from ferrohook.analysis.effects import check_tokens
 from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.arguments import OutputIndex, at_least_one
+from ferrohook.arguments import OutputIndex, at_least
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.progress import progress_bar
-from ferrohook.tables import grid_as_html, grid_as_text
+from ferrohook.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,10 +65,10 @@ class Lens:
         return [["name", *positions], *([name, *texts] for name, texts in lines)]
 
     def __repr__(self) -> str:
-        return grid_as_text(self._cells())
+        return text_table(self._cells(), right=None)
 
     def _repr_html_(self) -> str:
-        return grid_as_html(self._cells())
+        return html_table(self._cells())
 
 
 def logit_lens(  # noqa: PLR0913 (options by keyword)
@@ -128,7 +128,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         else:
             all_logits = map(to_logits, states.values())
         for logits in all_logits:
-            likeliest = logits.float().softmax(-1).topk(at_least_one("top", top))
+            likeliest = logits.float().softmax(-1).topk(at_least(1, "top", top))
             ids.append(likeliest.indices.cpu())
             probabilities.append(likeliest.values.cpu())
             advance()
@@ -154,7 +154,7 @@ def _by_the_model(
     """Yields the logits that the model makes of each state in place of the last one."""
     *_, last = states
     _check_last(targets, call, last, states[last], output)
-    together = max(at_least_one("batch_size", batch_size) // call.rows, 1)
+    together = max(at_least(1, "batch_size", batch_size) // call.rows, 1)
     names = [*states]
     for start in range(0, len(names), together):
         chunk = names[start : start + together]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook.analysis.calls import check_repeatable, score, variants
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import at_least
 from ferrohook.errors import HookError
 from ferrohook.progress import progress_bar
 
@@ -55,7 +55,7 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     Raises:
         HookError: rows of the model are not independent, see `check_repeatable`.
     """
-    together = max(at_least_one("batch_size", batch_size) // call.rows, 1)
+    together = max(at_least(1, "batch_size", batch_size) // call.rows, 1)
     queue: list[Cell | None] = [*cells] if together == 1 else [None, *cells]
     chunks = [queue[start : start + together] for start in range(0, len(queue), together)]
     scores = []

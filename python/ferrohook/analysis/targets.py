@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.analysis.calls import score
-from ferrohook.arguments import OutputIndex, at_least_one, expect_module
+from ferrohook.arguments import OutputIndex, at_least, expect_module
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.groups import register
 from ferrohook.never_fired import explain
@@ -80,7 +80,7 @@ class Targets:
         self.model = model
         self.places = places_of(model, what, inputs=inputs, output_index=output_index)
         """Places by name."""
-        self.heads = None if heads is None else at_least_one("heads", heads)
+        self.heads = None if heads is None else at_least(1, "heads", heads)
         self._axes = {name: _axes(model, place) for name, place in self.places.items()}
         self._phase: Any = "forward_pre" if inputs else "forward"
         self._part = output_index

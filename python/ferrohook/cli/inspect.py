@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     need("torch")
     need("safetensors")
     import ferrohook as fh
-    from ferrohook.tables import aligned
+    from ferrohook.tables import text_table
 
     if not Path(options.store).is_dir():
         msg = f"there is no folder {options.store}"
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         for layer, tensors in about["layers"].items()
         for tensor, each in tensors.items()
     ]
-    print(aligned([HEADINGS, *lines], right="batches") if lines else "no complete batch")
+    print(text_table([HEADINGS, *lines], right="batches") if lines else "no complete batch")
     return 0
 
 

@@ -270,7 +270,7 @@ def plan_text(plan: Plan | str | Mapping[str, Any]) -> tuple[str, bool]:
     """
     if isinstance(plan, Plan):
         return plan.to_json(), any(isinstance(entry, KeepEntry) for entry in plan.entries)
-    expect(plan, (str, Mapping), "a plan is a Plan or its JSON")
+    expect(plan, str | Mapping, "a plan is a Plan or its JSON")
     body = json.loads(plan) if isinstance(plan, str) else plan
     entries = body.get("entries") if isinstance(body, Mapping) else None
     keeps = isinstance(entries, list) and any(

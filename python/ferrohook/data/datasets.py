@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ferrohook.arguments import at_least_one, expect
+from ferrohook.arguments import at_least, expect
 from ferrohook.data.hugging_face import rows_of
 from ferrohook.data.store import Store
 from ferrohook.errors import HookError, HookTypeError, ResumeError, SelectionError
@@ -244,15 +244,16 @@ class ActivationStream(IterableDataset[Tensor]):
     ) -> None:
         expect(data, ActivationDataset, "data is an ActivationDataset")
         self.data = data
-        self.batch_size = at_least_one("batch_size", batch_size)
-        self.seed = _not_negative("seed", seed)
-        self.reservoir = max(at_least_one("reservoir", reservoir), self.batch_size)
+        self.batch_size = at_least(1, "batch_size", batch_size)
+        at_least(0, "seed", seed)  # no cap: a larger seed is another one
+        self.seed = seed
+        self.reservoir = max(at_least(1, "reservoir", reservoir), self.batch_size)
         expect(drop_last, bool, "drop_last is a bool")
         self.drop_last = drop_last
-        self.workers = _not_negative("workers", workers)
+        self.workers = at_least(0, "workers", workers)
         own, count = _of_distributed()
-        self.ranks = at_least_one("ranks", count if ranks is None else ranks)
-        self.rank = _not_negative("rank", own if rank is None else rank)
+        self.ranks = at_least(1, "ranks", count if ranks is None else ranks)
+        self.rank = at_least(0, "rank", own if rank is None else rank)
         if self.rank >= self.ranks:
             msg = f"rank is below ranks, {self.ranks}, got {self.rank}"
             raise ValueError(msg)
@@ -361,16 +362,6 @@ class ActivationStream(IterableDataset[Tensor]):
             )
             raise ResumeError(msg)
         self.epoch, self.batch = state["epoch"], state["batch"]
-
-
-def _not_negative(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        msg = f"{name} is an int, got {type(value).__name__}"
-        raise HookTypeError(msg)
-    if value < 0:
-        msg = f"{name} is at least 0, got {value}"
-        raise ValueError(msg)
-    return value
 
 
 def _of_distributed() -> tuple[int, int]:

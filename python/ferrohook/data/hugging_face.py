@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import at_least
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.texts import missing_package
 from ferrohook.token_rows import LAYER
@@ -53,7 +53,7 @@ def to_datasets(
         raise HookError(missing_package("to_datasets", "datasets")) from error
     columns = _columns(store, layers, run, name)
     if context is not None:
-        at_least_one("context", context)
+        at_least(1, "context", context)
         columns.pop("position", None)
         columns.pop("text", None)
         columns = {

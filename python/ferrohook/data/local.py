@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import at_least
 from ferrohook.data.folder import Folder
 from ferrohook.data.shard import Shard
 from ferrohook.data.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
@@ -77,7 +77,7 @@ class LocalStore(Store):
             raise HookTypeError(msg)
         if max_pending is None:
             max_pending = MOST_PENDING
-        max_pending = at_least_one("max_pending", max_pending, "a number of bytes")
+        max_pending = at_least(1, "max_pending", max_pending, "a number of bytes")
         self._folder = Folder(Path(folder), sync=sync)
         self._max_pending = max_pending
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
+from ferrohook.arguments import at_least, expect
 from ferrohook.data.hugging_face import to_datasets
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
@@ -246,18 +247,11 @@ class Batch:
 
 def check_batch(run: str, batch: int) -> None:
     """Validates the name of a run and the index of a batch."""
-    if not isinstance(run, str):
-        msg = f"run is a str, got {type(run).__name__}"
-        raise HookTypeError(msg)
+    expect(run, str, "run is a str")
     if not _NAME.fullmatch(run):
         msg = f"run is a name of letters, digits, '_', and after the first '-' and '.', got {run!r}"
         raise ValueError(msg)
-    if not isinstance(batch, int) or isinstance(batch, bool):
-        msg = f"batch is an int, got {type(batch).__name__}"
-        raise HookTypeError(msg)
-    if batch < 0:
-        msg = f"batch is at least 0, got {batch}"
-        raise ValueError(msg)
+    at_least(0, "batch", batch)
 
 
 def own_tensors(
@@ -265,12 +259,8 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """Validates tensors and makes them the store's own: detached, contiguous, on the CPU."""
     check_batch(run, batch)
-    if not isinstance(layer, str):
-        msg = f"layer is a str, got {type(layer).__name__}"
-        raise HookTypeError(msg)
-    if not isinstance(tensors, Mapping):
-        msg = f"the tensors of a layer are a mapping from their names, got {type(tensors).__name__}"
-        raise HookTypeError(msg)
+    expect(layer, str, "layer is a str")
+    expect(tensors, Mapping, "the tensors of a layer are a mapping from their names")
     owned = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import cached_property
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -16,6 +15,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
 from ferrohook.recorders import options_of
 from ferrohook.steering import Intervention
+from ferrohook.tables import text_table
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         HookTypeError, ValueError, RuntimeError: as `capture` does.
     """
     check_at(at)
-    expect(label, (str, type(None)), "label is a str")
+    expect(label, str | None, "label is a str")
     if label is not None:
         check_encodes(label, "label")
     options: dict[str, Any] = {
@@ -275,7 +275,5 @@ def _shown_options(options: Mapping[str, Any]) -> str:
 
 def table(entries: Iterable[PlanEntry]) -> str:
     """Formats entries as a table, a line for each."""
-    rows = [("modules", "hook", "phase", "at", "options"), *(each.row() for each in entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(starmap(str.ljust, zip(row, widths, strict=True))) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    headings = ("modules", "hook", "phase", "at", "options")
+    return text_table([headings, *(each.row() for each in entries)])

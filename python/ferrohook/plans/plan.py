@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.arguments import at_least_one, expect, expect_module
+from ferrohook.arguments import at_least, expect, expect_module
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
 from ferrohook.plans.reading import Limits, read
@@ -46,7 +46,7 @@ class Plan:
             if isinstance(entry, Plan):
                 flat += entry.entries
                 continue
-            expect(entry, (HookEntry, KeepEntry), "Plan takes results of on() and keep(), or plans")
+            expect(entry, HookEntry | KeepEntry, "Plan takes results of on() and keep(), or plans")
             flat.append(entry)
         object.__setattr__(self, "entries", tuple(flat))
 
@@ -88,7 +88,7 @@ class Plan:
         """
         expect_module(model, "prepare takes")
         if max_bytes is not None:
-            at_least_one("max_bytes", max_bytes)
+            at_least(1, "max_bytes", max_bytes)
         return Prepared(self.entries, model, max_bytes)
 
     def to_json(self) -> str:

@@ -47,7 +47,7 @@ def check_at(at: Any) -> None:
             raise ValueError(msg)
     elif isinstance(at, slice):
         for bound in (at.start, at.stop, at.step):
-            expect(bound, (int, type(None)), "the bounds of a slice of positions are ints")
+            expect(bound, int | None, "the bounds of a slice of positions are ints")
         if at.step is not None and at.step < 1:
             msg = f"the step of a slice of positions is at least 1, got {at.step}"
             raise ValueError(msg)

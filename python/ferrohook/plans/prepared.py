@@ -318,8 +318,7 @@ def _lengths_of(prompt: Any) -> list[int]:
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     lengths = [*given] if isinstance(given, list | tuple) else [given]
     for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int):
-            expect(length, (), "prompt is an int, or a list of ints, one for each row")
+        expect(length, int, "prompt is an int, or a list of ints, one for each row")
     if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST:
         msg = f"prompt has the numbers of tokens of prompts, 1 to {_LONGEST}, got {prompt!r}"
         raise ValueError(msg)

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ferrohook.arguments import at_least_one, expect, expect_module
+from ferrohook.arguments import at_least, expect, expect_module
 from ferrohook.errors import HookError
 from ferrohook.plans.plan import Plan
 
@@ -43,8 +43,8 @@ class PreparedPlans:
     def __init__(self, model: nn.Module, *, size: int = 64, max_bytes: int | None = None) -> None:
         expect_module(model, "PreparedPlans takes")
         self._model = model
-        self._size = at_least_one("size", size)
-        self._max_bytes = None if max_bytes is None else at_least_one("max_bytes", max_bytes)
+        self._size = at_least(1, "size", size)
+        self._max_bytes = None if max_bytes is None else at_least(1, "max_bytes", max_bytes)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, Prepared] | None = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Hashable, Prepared]

@@ -90,7 +90,7 @@ def read(
 
 
 def _parsed(text: str | bytes, limits: Limits) -> Any:
-    expect(text, (str, bytes), "from_json takes a str, bytes or the dict that json.loads returned")
+    expect(text, str | bytes, "from_json takes a str, bytes or the dict that json.loads returned")
     if len(text) > limits.max_text:
         msg = f"the plan has {len(text):,} characters, more than max_text={limits.max_text:,}"
         raise ValueError(msg)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import weakref
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from ferrohook.quantity_names import SIGN, kind_of, order_of
 from ferrohook.selection import select_names
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.swallowed import refuse_swallowed
+from ferrohook.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,18 +197,14 @@ class Quantities(Mapping[str, Quantity]):
         return [_COLUMNS, *(each._row for each in self._found.values())]
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines += [f"{SIGN}{name}: {reason}" for name, reason in self.missing.items()]
-        return "\n".join(lines)
+        missing = [f"{SIGN}{name}: {reason}" for name, reason in self.missing.items()]
+        return "\n".join([text_table(self._rows()), *missing])
 
     def _repr_html_(self) -> str:
-        head, *body = self._rows()
-        body += [(f"{SIGN}{name}", reason, "", "", "", "") for name, reason in self.missing.items()]
-        lines = ["<table>", f"<thead>{_html_row('th', head)}</thead>", "<tbody>"]
-        lines += [_html_row("td", row) for row in body]
-        return "\n".join([*lines, "</tbody>", "</table>"])
+        missing = [
+            (f"{SIGN}{name}", reason, "", "", "", "") for name, reason in self.missing.items()
+        ]
+        return html_table([*self._rows(), *missing])
 
 
 def _causes(name: str) -> tuple[str, ...]:
@@ -224,11 +220,6 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("shape", "dimensions"):
         made[name] = tuple(made[name])
     return made
-
-
-def _html_row(tag: str, cells: tuple[str, ...]) -> str:
-    opening = f'<{tag} style="text-align: left">'
-    return f"<tr>{''.join(f'{opening}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantities:

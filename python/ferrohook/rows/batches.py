@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import BatchBase
-from ferrohook.arguments import at_least_one, expect
+from ferrohook.arguments import at_least, expect
 from ferrohook.capture_session import Capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
@@ -216,7 +216,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
         msg = f"dim is an int of at least 0, got {dim!r}"
         raise HookTypeError(msg)
     if size is not None:
-        size = at_least_one("size", size)
+        size = at_least(1, "size", size)
     if positions is not None:
         size = _check_positions(positions, dim, size)
     elif lengths is not None:

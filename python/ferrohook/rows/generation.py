@@ -137,7 +137,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         ...     model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"))
         >>> a.acts["model.layers.3"]  # (positions, width)
     """
-    expect(requests, (list, tuple), "generating takes a list of requests")
+    expect(requests, list | tuple, "generating takes a list of requests")
     places: dict[Request, int] = {}
     for row, request in enumerate(requests):
         if request is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
-from ferrohook.arguments import OutputIndex, at_least_one, check_output_index, expect_module
+from ferrohook.arguments import OutputIndex, at_least, check_output_index, expect, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
 from ferrohook.operations import change_part, part_of
@@ -270,9 +270,7 @@ class Sites(SitesBase):
             request: a member of a batch.
             trees: those of its other members, which hold.
         """
-        if not isinstance(request, Request):
-            msg = f"sites serve requests of plans, got {request!r}"
-            raise HookTypeError(msg)
+        expect(request, Request, "sites serve requests of plans")
         prepared = request.prepared
         program = self._programs.get(prepared)
         if program is None:
@@ -583,8 +581,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     """
     expect_module(model, "sites takes")
     check_output_index(output_index, "output_index of sites")
-    max_requests = at_least_one("max_requests", max_requests)
-    max_rows = at_least_one("max_rows", max_rows)
+    max_requests = at_least(1, "max_requests", max_requests)
+    max_rows = at_least(1, "max_rows", max_rows)
     if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
@@ -597,7 +595,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     dtype, device = dtype or torch.get_default_dtype(), device or "cpu"
     like = {"dtype": dtype, "device": device}
     with torch.inference_mode(mode=False):
-        width = at_least_one("width", width)
+        width = at_least(1, "width", width)
         size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype)
         _LOG.info(
             "ferrohook: the tables of %d sites take %s bytes on %s: %s requests and %s rows of "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 import torch
 
 from ferrohook._core import frames
-from ferrohook.arguments import at_least_one, expect
+from ferrohook.arguments import at_least, expect
 from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
 from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, limited
@@ -113,7 +113,7 @@ class Batcher(Generic[In, Out]):
             if not callable(value):
                 msg = f"{name} is callable, got {type(value).__name__}"
                 raise HookTypeError(msg)
-        expect(max_wait, (int, float), "max_wait is a number of seconds")
+        expect(max_wait, int | float, "max_wait is a number of seconds")
         if not max_wait >= 0:
             msg = f"max_wait is at least 0 seconds, got {max_wait}"
             raise ValueError(msg)
@@ -124,12 +124,12 @@ class Batcher(Generic[In, Out]):
         self._max_wait = max_wait
         self._line: Line[In] = Line(
             Limits(
-                max_requests=at_least_one("max_requests", max_requests),
-                max_rows=at_least_one("max_rows", max_rows),
-                max_tokens=at_least_one("max_tokens", max_tokens),
+                max_requests=at_least(1, "max_requests", max_requests),
+                max_rows=at_least(1, "max_rows", max_rows),
+                max_tokens=at_least(1, "max_tokens", max_tokens),
             )
         )
-        self._workers = at_least_one("workers", workers)
+        self._workers = at_least(1, "workers", workers)
         self._pool = ThreadPoolExecutor(self._workers, "ferrohook-batcher")
         self._changed = threading.Condition()
         self._working = 0
@@ -173,8 +173,8 @@ class Batcher(Generic[In, Out]):
         ticket = Ticket(
             item=item,
             open_request=open_request,
-            rows=at_least_one("rows", rows),
-            length=at_least_one("length", length),
+            rows=at_least(1, "rows", rows),
+            length=at_least(1, "length", length),
             alone=alone or bool(frames.get()),
             client=client,
         )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ferrohook.arguments import at_least_one, expect
+from ferrohook.arguments import at_least, expect
 
 Body = TypeVar("Body")
 
@@ -80,7 +80,7 @@ async def isolation_check(
         >>> report = await isolation_check(send, [(plain, steered)])
         >>> assert report, (report.leaks, report.idle)
     """
-    at_least_one("rounds", rounds)
+    at_least(1, "rounds", rounds)
     _check_tolerance(tolerance)
     bodies = _bodies(pairs)
     # Copies: `send` may return the same object each time.
@@ -111,8 +111,7 @@ async def isolation_check(
 
 
 def _check_tolerance(tolerance: float) -> None:
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
-        expect(tolerance, (), "tolerance is a number")
+    expect(tolerance, int | float, "tolerance is a number")
     if not 0 <= tolerance < math.inf:
         msg = f"tolerance is finite and not negative, got {tolerance}"
         raise ValueError(msg)
@@ -138,11 +137,8 @@ def _copy(answer: Any) -> Any:
         return {key: _copy(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
         return [_copy(each) for each in answer]
-    expect(
-        answer,
-        (int, float, str, bytes, type(None)),
-        "an answer of isolation_check has numbers, strings, None, lists and mappings",
-    )
+    expected = "an answer of isolation_check has numbers, strings, None, lists and mappings"
+    expect(answer, bool | int | float | str | bytes | None, expected)
     return answer
 
 

@@ -32,6 +32,8 @@ def test_a_recorder_with_wrong_arguments_is_refused() -> None:
         OutputRecorder(int)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match="index is a whole number, got str"):
         OutputRecorder(Layer, index="1")  # type: ignore[arg-type]
+    with pytest.raises(fh.HookTypeError, match="index is a whole number, got bool"):
+        OutputRecorder(Layer, index=True)
     with pytest.raises(fh.HookTypeError, match=r"dtype is a torch.dtype, got str"):
         OutputRecorder(Layer, dtype="half")  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match="num_hidden_layers_key is a str, got int"):

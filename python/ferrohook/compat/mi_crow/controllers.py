@@ -125,9 +125,7 @@ class Controller(Hook):
             raise RuntimeError(msg)
         if changed is None or changed is original:
             return None if passed is original else passed
-        if not isinstance(changed, Tensor):
-            msg = f"modify_activations returns a tensor or None, got {type(changed).__name__}"
-            raise HookTypeError(msg)
+        expect(changed, Tensor, "modify_activations returns a tensor or None")
         return changed
 
 
@@ -173,9 +171,7 @@ class FunctionController(Controller):
     ) -> Tensor | None:
         target: Any = output if self._hook_type is HookType.FORWARD else inputs
         result = self.function(target)
-        if not isinstance(result, Tensor):
-            msg = f"function returns a tensor, got {type(result).__name__}"
-            raise HookTypeError(msg)
+        expect(result, Tensor, "function returns a tensor")
         return result
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ferrohook.arguments import check_copy
+from ferrohook.arguments import check_copy, expect
 from ferrohook.compat.mi_crow.context_dict import (
     EMPTY,
     Content,
@@ -22,7 +22,7 @@ from ferrohook.compat.mi_crow.context_dict import (
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import extract_tensor_from_output, first_tensor
 from ferrohook.data import Store
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.errors import HookError
 from ferrohook.sources import Collectable
 from ferrohook.versions import version_of
 
@@ -63,9 +63,7 @@ class Detector(Hook, Collectable):
         layer_signature: str | int | None = None,
     ) -> None:
         super().__init__(layer_signature=layer_signature, hook_type=hook_type, hook_id=hook_id)
-        if not isinstance(store, Store | None):
-            msg = f"store is a ferrohook.data.Store or None, got {type(store).__name__}"
-            raise HookTypeError(msg)
+        expect(store, Store | None, "store is a ferrohook.data.Store or None")
         self.store = store
         self._contents = Contents()
 
@@ -198,9 +196,7 @@ class LayerActivationDetector(Detector):
     ) -> None:
         check_signature(layer_signature)
         check_copy(copy)
-        if not isinstance(target_dtype, torch.dtype | None):
-            msg = f"target_dtype is a torch.dtype or None, got {type(target_dtype).__name__}"
-            raise HookTypeError(msg)
+        expect(target_dtype, torch.dtype | None, "target_dtype is a torch.dtype or None")
         super().__init__(hook_id=hook_id, store=store, layer_signature=layer_signature)
         self.target_dtype = target_dtype
         self._copies = copy
@@ -297,9 +293,7 @@ class ModelInputDetector(Detector):
         Raises:
             HookTypeError: `encodings` is no mapping.
         """
-        if not isinstance(encodings, Mapping):
-            msg = f"encodings is a mapping with 'input_ids', got {type(encodings).__name__}"
-            raise HookTypeError(msg)
+        expect(encodings, Mapping, "encodings is a mapping with 'input_ids'")
         self._collect_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
 
     def _collect_inputs(self, ids: Any, mask: Any) -> None:

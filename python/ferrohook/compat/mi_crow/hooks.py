@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from ferrohook._core import refuse_async
+from ferrohook.arguments import expect
 from ferrohook.errors import HookError as _HookError
 from ferrohook.errors import HookTypeError
 
@@ -115,9 +116,7 @@ class Hook(abc.ABC):
         hook_type: HookType | str = HookType.FORWARD,
         hook_id: str | None = None,
     ) -> None:
-        if not isinstance(hook_id, str | None):
-            msg = f"hook_id is a str or None, got {type(hook_id).__name__}"
-            raise HookTypeError(msg)
+        expect(hook_id, str | None, "hook_id is a str or None")
         check_signature(layer_signature, optional=True)
         for name in ("_hook_fn", "process_activations", "modify_activations"):
             if method := getattr(self, name, None):
@@ -251,9 +250,7 @@ class Hook(abc.ABC):
 
     @classmethod
     def _validated(cls, hook_type: HookType | str) -> HookType:
-        if not isinstance(hook_type, str):
-            msg = f"hook_type is a HookType or a str, got {type(hook_type).__name__}"
-            raise HookTypeError(msg)
+        expect(hook_type, str, "hook_type is a HookType or a str")
         allowed = ", ".join(repr(each.value) for each in cls._types)
         try:
             found = HookType(hook_type)
@@ -292,11 +289,5 @@ def _on(layer: str | None) -> str:
 
 def check_signature(layer_signature: object, *, optional: bool = False) -> None:
     """Validates the name or index of a layer."""
-    if layer_signature is None and optional:
-        return
-    if isinstance(layer_signature, bool) or not isinstance(layer_signature, str | int):
-        msg = (
-            "layer_signature is the name or the index of a layer ('' for the model itself), "
-            f"got {type(layer_signature).__name__}"
-        )
-        raise HookTypeError(msg)
+    expected = "layer_signature is the name or the index of a layer ('' for the model itself)"
+    expect(layer_signature, str | int | None if optional else str | int, expected)

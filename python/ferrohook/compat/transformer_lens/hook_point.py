@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from torch import nn
 
 from ferrohook._core import Attachment
-from ferrohook.arguments import describe
+from ferrohook.arguments import describe, expect
 from ferrohook.compat.transformer_lens.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -233,9 +233,7 @@ class HookPoint(nn.Module):
 
     @backward_scale.setter
     def backward_scale(self, scale: float) -> None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            msg = f"backward_scale is a number, got {type(scale).__name__}"
-            raise HookTypeError(msg)
+        expect(scale, int | float, "backward_scale is a number")
         if not math.isfinite(scale):
             msg = f"backward_scale is a finite number, got {scale}"
             raise ValueError(msg)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ferrohook.arguments import describe
+from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.texts import with_article
@@ -23,7 +23,7 @@ class SetupError(HookError, AttributeError):
     """A model was used before its `setup()` was called, or while it has no hook points yet."""
 
 
-def points_named(model: nn.Module, names: Iterable[object]) -> dict[str, HookPoint]:
+def points_named(model: nn.Module, names: Iterable[str]) -> dict[str, HookPoint]:
     """Returns the hook points of these names.
 
     Raises:
@@ -33,9 +33,7 @@ def points_named(model: nn.Module, names: Iterable[object]) -> dict[str, HookPoi
     points: Mapping[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     found: dict[str, HookPoint] = {}
     for name in names:
-        if not isinstance(name, str):
-            msg = f"the name of a hook point is a str, got {describe(name)}"
-            raise HookTypeError(msg)
+        expect(name, str, "the name of a hook point is a str")
         point = points.get(name)
         if point is None:
             raise SelectionError(_unknown(model, name))

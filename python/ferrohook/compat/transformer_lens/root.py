@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Frame, Recorder, frames, register_all
-from ferrohook.arguments import check_copy, describe
+from ferrohook.arguments import check_copy, describe, expect
 from ferrohook.compat.transformer_lens.caching import (
     CacheOptions,
     CacheRecorder,
@@ -509,9 +509,7 @@ class HookedRootModule(nn.Module):
     ) -> tuple[Any, list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
         if cache is None:
             cache = PointCache()
-        if not isinstance(cache, MutableMapping):
-            msg = f"cache is a dict, or None for a new one, got {describe(cache)}"
-            raise HookTypeError(msg)
+        expect(cache, MutableMapping, "cache is a dict, or None for a new one")
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
             return [

@@ -63,11 +63,11 @@ class OutputRecorder:
             raise HookTypeError(msg)
         expect(self.index, int, "index is a whole number")
         for name in ("layer_name", "class_name"):
-            expect(getattr(self, name), (str, type(None)), f"{name} is a str")
+            expect(getattr(self, name), str | None, f"{name} is a str")
         expect(self.num_hidden_layers_key, str, "num_hidden_layers_key is a str")
         for name in ("capture_initial_hidden_state", "detach"):
             expect(getattr(self, name), bool, f"{name} is a bool")
-        expect(self.dtype, (torch.dtype, type(None)), "dtype is a torch.dtype")
+        expect(self.dtype, torch.dtype | None, "dtype is a torch.dtype")
         if self.device is not None:
             torch.device(self.device)
 
@@ -99,9 +99,7 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
         HookTypeError: the declaration is no dict.
     """
     declared = getattr(module, DECLARATION, None) or {}
-    if not isinstance(declared, (dict, Mapping)):
-        msg = f"{DECLARATION} is a dict from keys to recorders, got {describe(declared)}"
-        raise HookTypeError(msg)
+    expect(declared, Mapping, f"{DECLARATION} is a dict from keys to recorders")
     return cast("dict[str, Any]", declared)
 
 

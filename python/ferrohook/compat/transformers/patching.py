@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ferrohook.arguments import describe, expect_module
+from ferrohook.arguments import describe, expect, expect_module
 from ferrohook.compat.transformers.declarations import DECLARATION, declared_by, declares
 from ferrohook.errors import HookTypeError
 from ferrohook.suggestions import closest_to
@@ -51,9 +51,7 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         HookTypeError: a key is not a str, or a replacement is not a subclass of `nn.Module`.
         ValueError: a key does not compile, or is registered already. Nothing is registered then.
     """
-    if not isinstance(mapping, Mapping):
-        msg = f"the mapping is a dict from names to classes, got {describe(mapping)}"
-        raise HookTypeError(msg)
+    expect(mapping, Mapping, "the mapping is a dict from names to classes")
     entries = dict(mapping)
     for key, replacement in entries.items():
         _check_entry(key, replacement)
@@ -66,10 +64,8 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
     raise ValueError(msg)
 
 
-def _check_entry(key: object, replacement: object) -> None:
-    if not isinstance(key, str):
-        msg = f"a key is the name of a class or a regex, got {describe(key)}"
-        raise HookTypeError(msg)
+def _check_entry(key: str, replacement: object) -> None:
+    expect(key, str, "a key is the name of a class or a regex")
     if not (isinstance(replacement, type) and issubclass(replacement, nn.Module)):
         msg = f"the replacement of {key!r} is a subclass of nn.Module, got {describe(replacement)}"
         raise HookTypeError(msg)
