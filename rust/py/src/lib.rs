@@ -32,7 +32,9 @@ mod _core {
     #[pymodule_export]
     use crate::attach::generated::generated_class;
     #[pymodule_export]
-    use crate::attach::instrumenting::{assign_class, release_copy, release_unused};
+    use crate::attach::instrumenting::{
+        assign_class, put_on, release_copy, release_unused, take_off,
+    };
     #[pymodule_export]
     use crate::attach::sites::SitesBase;
     #[pymodule_export]

@@ -3,13 +3,16 @@
 //! Native, since Python runs signal handlers in the middle of its functions: wherever Ctrl-C lands,
 //! a module is either instrumented and in the attachment, or not instrumented.
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PyTuple};
 
+use crate::attach::dispatcher::ModuleRef;
 use crate::attach::instrumenting::{
-    acquire, has_hooks_elsewhere, register_each, release, release_when_unused,
+    acquire, has_hooks_elsewhere, module_ref, register_each, release, release_when_unused,
 };
 use crate::contexts::frame::ScopeArg;
 use crate::contexts::releases::Release;
@@ -33,16 +36,9 @@ struct Contents {
 
 struct AttachedModule {
     /// Weak: frames own attachments and may outlive models.
-    module: Py<PyWeakrefReference>,
+    module: Arc<ModuleRef>,
     /// True if instrumented by a call of `instrument`, not just for a hook or a capture.
     explicit: bool,
-}
-
-impl AttachedModule {
-    fn new(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<Self> {
-        let module = PyWeakrefReference::new(module)?.unbind();
-        Ok(Self { module, explicit })
-    }
 }
 
 impl Default for Attachment {
@@ -62,7 +58,7 @@ impl Attachment {
             handle.get().hook().remove();
         }
         let modules = contents.modules.iter().map(|attached| {
-            let module = attached.module.bind(py).upgrade();
+            let module = attached.module.upgrade(py);
             module.map_or(Ok(()), |module| release(&module, attached.explicit))
         });
         // Releases all, even if one fails.
@@ -90,8 +86,10 @@ impl Attachment {
         make_class: &Bound<'_, PyAny>,
         explicit: bool,
     ) -> PyResult<()> {
-        let attached = AttachedModule::new(module, explicit)?;
-        acquire(module, make_class, explicit)?;
+        let attached = AttachedModule {
+            module: acquire(module, make_class, explicit)?,
+            explicit,
+        };
         self.add(module.py(), |contents| contents.modules.push(attached))
             .inspect_err(|_| drop(release(module, explicit)))
     }
@@ -227,8 +225,13 @@ impl Attachment {
     ) -> PyResult<()> {
         let mut attached = Vec::new();
         for module in &modules {
-            if !has_hooks_elsewhere(module)? {
-                attached.push(AttachedModule::new(module, false)?);
+            if !has_hooks_elsewhere(module)?
+                && let Some(module) = module_ref(module)?
+            {
+                attached.push(AttachedModule {
+                    module,
+                    explicit: false,
+                });
             }
         }
         self.add(py, |contents| {

@@ -1,8 +1,10 @@
 //! `Dispatcher`: the call of an instrumented module, `__call__` and `_call_impl` of its made class.
 
 use std::ffi::CStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use pyo3::exceptions::PyReferenceError;
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -18,11 +20,28 @@ use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::{Target, call_plain};
 
+/// Weak reference to the module that has a dispatcher; to its replacement once quantisation swapped
+/// it.
+#[derive(Default)]
+pub struct ModuleRef(Mutex<Option<Py<PyWeakrefReference>>>);
+
+impl ModuleRef {
+    pub fn set(&self, module: Py<PyWeakrefReference>) {
+        *self.0.lock() = Some(module);
+    }
+
+    pub fn upgrade<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let module = self.0.lock().as_ref().map(|module| module.clone_ref(py));
+        module?.bind(py).upgrade()
+    }
+}
+
 /// Entry of an instrumented module in its `__dict__`: its hooks, and the inline caches of its
 /// calls.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Dispatcher {
     registry: Py<Registry>,
+    pub module: Arc<ModuleRef>,
     /// Shared by the modules of a class.
     class_cache: Py<CallCache>,
     cache: InstanceCache,
@@ -102,6 +121,7 @@ impl Dispatcher {
     pub fn new(registry: Py<Registry>, class_cache: Py<CallCache>) -> Self {
         Self {
             registry,
+            module: Arc::default(),
             class_cache,
             cache: InstanceCache::default(),
             reasons: AtomicUsize::new(0),
@@ -135,6 +155,19 @@ impl Dispatcher {
 
     pub fn shares_hooks(&self) -> bool {
         self.shares_hooks
+    }
+
+    /// Makes the dispatcher of the module that replaces this one's: same hooks, same attachments.
+    pub fn succeeded(&self, py: Python<'_>, class_cache: Py<CallCache>) -> Self {
+        Self {
+            module: Arc::clone(&self.module),
+            reasons: AtomicUsize::new(self.reasons.load(Ordering::Relaxed)),
+            explicit: AtomicUsize::new(self.explicit.load(Ordering::Relaxed)),
+            of_copy: AtomicBool::new(self.of_copy.load(Ordering::Relaxed)),
+            shares_hooks: self.shares_hooks,
+            for_everybody: self.for_everybody.take(),
+            ..Self::new(self.registry.clone_ref(py), class_cache)
+        }
     }
 
     fn for_copy(&self, registry: Py<Registry>, shares_hooks: bool, py: Python<'_>) -> Self {

@@ -9,9 +9,9 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType, PyWeakrefReference};
 
-use crate::attach::dispatcher::{Dispatcher, KeptCall};
+use crate::attach::dispatcher::{Dispatcher, KeptCall, ModuleRef};
 use crate::attach::wrapper::HookedBase;
 use crate::contexts::releases::Release;
 use crate::cpython::dict::instance_dict;
@@ -35,25 +35,71 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
         if dispatcher.get().release(explicit) > 0 {
             return Ok(());
         }
-        let restored = instrumented_from(module)?.map_or(Ok(()), |plain| {
-            // Once more after Ctrl-C in an audit hook.
-            set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
-        });
-        if let Some(kept_call) = kept_call_in(&state)? {
-            state.del_item(intern!(py, KeptCall::KEY))?;
-            let (hooks, id) = (pre_hooks(&state)?, kept_call.get().hook_id.bind(py));
-            // False: another library removed all hooks.
-            if hooks.contains(id)? {
-                hooks.del_item(id)?;
-            }
-        }
-        state.del_item(intern!(py, Dispatcher::KEY))?;
-        (dispatcher, restored)
+        (dispatcher, restore_class(module, &state)?)
     };
     if !dispatcher.get().shares_hooks() {
         dispatcher.get().registry(py).get().clear(None);
     }
     restored
+}
+
+/// Gives an instrumented module its plain class back and takes its dispatcher out, for callers that
+/// hold the lock. The inner result is that of the change of class.
+fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResult<PyResult<()>> {
+    let py = module.py();
+    let restored = instrumented_from(module)?.map_or(Ok(()), |plain| {
+        // Once more after Ctrl-C in an audit hook.
+        set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
+    });
+    if let Some(kept_call) = kept_call_in(state)? {
+        state.del_item(intern!(py, KeptCall::KEY))?;
+        let (hooks, id) = (pre_hooks(state)?, kept_call.get().hook_id.bind(py));
+        // False: another library removed all hooks.
+        if hooks.contains(id)? {
+            hooks.del_item(id)?;
+        }
+    }
+    state.del_item(intern!(py, Dispatcher::KEY))?;
+    Ok(restored)
+}
+
+/// Takes the dispatcher off an instrumented module, which is plain until `put_on`; None for a plain
+/// module. The hooks stay registered.
+#[pyfunction]
+pub fn take_off<'py>(module: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
+    let state = instance_dict(module)?;
+    let _others_wait = one_at_a_time(module);
+    let dispatcher = dispatcher_in(&state)?;
+    if dispatcher.is_some() {
+        restore_class(module, &state)??;
+    }
+    Ok(dispatcher)
+}
+
+/// Instruments a plain module with the hooks and for the attachments of a dispatcher that was taken
+/// off this module or off the one that it replaces.
+#[pyfunction]
+pub fn put_on(
+    module: &Bound<'_, PyAny>,
+    dispatcher: &Bound<'_, Dispatcher>,
+    make_class: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let py = module.py();
+    let state = instance_dict(module)?;
+    let made = MadeClass::new(module, make_class)?;
+    let successor = dispatcher
+        .get()
+        .succeeded(py, made.class_cache.clone_ref(py));
+    let successor = Bound::new(py, successor)?;
+    let reference = PyWeakrefReference::new(module)?.unbind();
+    own_class(py)?;
+    let change = || {
+        let _others_wait = one_at_a_time(module);
+        made.install(module, &state, &successor)?;
+        successor.get().module.set(reference);
+        Ok(())
+    };
+    change().map_err(|error| refused(py, error))
 }
 
 /// Undoes, once, the `acquire` that a copy of an instrumented module inherited. Returns True for
@@ -136,54 +182,97 @@ pub fn acquire(
     module: &Bound<'_, PyAny>,
     make_class: &Bound<'_, PyAny>,
     explicit: bool,
-) -> PyResult<()> {
+) -> PyResult<Arc<ModuleRef>> {
     let py = module.py();
     let state = instance_dict(module)?;
+    let reference = PyWeakrefReference::new(module)?.unbind();
+    let count = |dispatcher: &Dispatcher| {
+        dispatcher.acquire(explicit);
+        dispatcher.module.set(reference.clone_ref(py));
+        Arc::clone(&dispatcher.module)
+    };
     {
         let _others_wait = one_at_a_time(module);
         if let Some(dispatcher) = dispatcher_in(&state)?
             && is_instrumented(module, &state)?
         {
-            dispatcher.get().acquire(explicit);
-            return Ok(());
+            return Ok(count(dispatcher.get()));
         }
     }
     // Python code runs here, before any change.
-    let class = make_class.call1((module,))?;
-    let kept_call = match class.cast::<PyTuple>() {
-        Ok(hook) => {
-            let kept_call = KeptCall::new(module, hook.get_item(0)?.unbind())?;
-            Some((Bound::new(py, kept_call)?, hook.get_item(1)?))
-        }
-        Err(_) => None,
-    };
-    let class_cache = match kept_call {
-        Some(_) => Bound::new(py, CallCache::default())?,
-        None => class.getattr(intern!(py, "_call_cache"))?.cast_into()?,
-    };
+    let made = MadeClass::new(module, make_class)?;
     let registry = Py::new(py, Registry::empty())?;
-    let fresh = Bound::new(py, Dispatcher::new(registry, class_cache.unbind()))?;
+    let fresh = Bound::new(
+        py,
+        Dispatcher::new(registry, made.class_cache.clone_ref(py)),
+    )?;
     own_class(py)?;
     let change = || {
         let _others_wait = one_at_a_time(module);
         let dispatcher = dispatcher_in(&state)?;
         let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
-        state.set_item(intern!(py, Dispatcher::KEY), dispatcher)?;
-        if !is_instrumented(module, &state)?
-            && let Err(error) = match &kept_call {
-                Some((kept_call, hook)) => keep_class(&state, kept_call, hook),
-                None => set_class(module, &class),
-            }
-        {
-            state.del_item(intern!(py, Dispatcher::KEY))?;
-            return Err(error);
-        }
-        dispatcher.get().acquire(explicit);
-        Ok(())
+        made.install(module, &state, dispatcher)?;
+        Ok(count(dispatcher.get()))
     };
     change().map_err(|error| refused(py, error))
 }
 
+/// Class for a module that becomes instrumented; its call instead if the module keeps its class.
+struct MadeClass<'py> {
+    class: Bound<'py, PyAny>,
+    kept_call: Option<(Bound<'py, KeptCall>, Bound<'py, PyAny>)>,
+    class_cache: Py<CallCache>,
+}
+
+impl<'py> MadeClass<'py> {
+    /// Calls `make_class(module)`, see [`acquire`].
+    fn new(module: &Bound<'py, PyAny>, make_class: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let py = module.py();
+        let class = make_class.call1((module,))?;
+        let kept_call = match class.cast::<PyTuple>() {
+            Ok(hook) => {
+                let kept_call = KeptCall::new(module, hook.get_item(0)?.unbind())?;
+                Some((Bound::new(py, kept_call)?, hook.get_item(1)?))
+            }
+            Err(_) => None,
+        };
+        let class_cache = match kept_call {
+            Some(_) => Bound::new(py, CallCache::default())?,
+            None => class.getattr(intern!(py, "_call_cache"))?.cast_into()?,
+        };
+        Ok(Self {
+            class,
+            kept_call,
+            class_cache: class_cache.unbind(),
+        })
+    }
+
+    /// Has a dispatcher run the calls of a module, for callers that hold the lock.
+    fn install(
+        &self,
+        module: &Bound<'py, PyAny>,
+        state: &Bound<'py, PyDict>,
+        dispatcher: &Bound<'py, Dispatcher>,
+    ) -> PyResult<()> {
+        let key = intern!(module.py(), Dispatcher::KEY);
+        state.set_item(key, dispatcher)?;
+        if is_instrumented(module, state)? {
+            return Ok(());
+        }
+        match &self.kept_call {
+            Some((kept_call, hook)) => keep_class(state, kept_call, hook),
+            None => set_class(module, &self.class),
+        }
+        .or_else(|error| state.del_item(key).and(Err(error)))
+    }
+}
+
+/// Returns the reference of an instrumented module's dispatcher to its module; None for a plain
+/// module.
+pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>> {
+    let dispatcher = dispatcher_in(&instance_dict(module)?)?;
+    Ok(dispatcher.map(|dispatcher| Arc::clone(&dispatcher.get().module)))
+}
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {

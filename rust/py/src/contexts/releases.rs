@@ -28,6 +28,11 @@ impl Releases {
         attachments.push(attachment);
     }
 
+    /// Takes the attachments out.
+    pub fn take(&self) -> Self {
+        Self(Mutex::new(mem::take(&mut *self.0.lock())))
+    }
+
     /// Releases all, even if one fails.
     pub fn release(&self, py: Python<'_>) -> PyResult<()> {
         let attachments = mem::take(&mut *self.0.lock());
