@@ -21,6 +21,7 @@ from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NonFiniteError as NonFiniteError
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
+from ferrohook.errors import ReplacedWarning as ReplacedWarning
 from ferrohook.errors import RowsError as RowsError
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError

@@ -56,6 +56,7 @@ __all__ = [
     "in_flight",
     "name_positions",
     "places_at",
+    "put_on",
     "record",
     "record_all",
     "refuse_async",
@@ -64,6 +65,7 @@ __all__ = [
     "release_unused",
     "remember_merged",
     "store_rows",
+    "take_off",
     "to_device",
 ]
 
@@ -294,6 +296,8 @@ class SitesBase:
 
 def release_copy(module: Any) -> bool: ...
 def release_unused(module: Any) -> None: ...
+def take_off(module: Any) -> Dispatcher | None: ...
+def put_on(module: Any, dispatcher: Dispatcher, make_class: Callable[[Any], Any]) -> None: ...
 def crc32(data: Buffer, value: int = 0, /) -> int: ...
 def generated_class(base: type, plain: type, made: type | None = None) -> type | None: ...
 def assign_class(module: Any, plain: type, instrumented: type | None) -> bool: ...

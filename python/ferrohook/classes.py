@@ -24,6 +24,8 @@ def common_subclass(
 ) -> type:
     """Returns the subclass of `base` and `plain`, the same object while anything refers to it.
 
+    It equals `plain`, unless that has a metaclass.
+
     Args:
         name: name of the class.
         base: class that comes first. A generated class has a `_made_from`: the `__init_subclass__`
@@ -31,8 +33,8 @@ def common_subclass(
             subclasses. The `__new__` and `__init__` of the metaclass are not called either.
         plain: the module's own class.
         members: makes the namespace of the class.
-        in_place: make a class that instances of `plain` can be assigned and that equals `plain`.
-            Puts `base` last if their memory layout requires it.
+        in_place: make a class that instances of `plain` can be assigned. Puts `base` last if their
+            memory layout requires it.
 
     Raises:
         TypeError: Python cannot derive one class from both.
@@ -40,8 +42,9 @@ def common_subclass(
     made = generated_class(base, plain)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
-        # A custom metaclass has its own `__eq__`.
-        metaclass = EqualToPlain if in_place and type(plain) is type else type(plain)
+        metaclass = type(plain)
+        if metaclass is type:  # a custom one has its own `__eq__`
+            metaclass = StandsForPlain if in_place else EqualToPlain
         made = _make_class(metaclass, name, (base, plain), namespace)
         # `class Mine(ABC, nn.Module)` has another layout than a class with an nn.Module first.
         if (
@@ -67,8 +70,6 @@ class EqualToPlain(type):
 
     Libraries look up rules by exact type (captum's DeepLift and LRP, torch's quantisation):
     `rules[type(module)]` finds the plain module's rule. `type(module) is cls` still differs.
-    Instances and subclasses of the plain class are those of the generated one too: an unpickled
-    module is of its plain class.
     """
 
     def __eq__(cls, other: object) -> Any:
@@ -79,6 +80,18 @@ class EqualToPlain(type):
             return NotImplemented
         return cls is other or plain == other
 
+    def __hash__(cls) -> int:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        return super().__hash__() if plain is cls else hash(plain)
+
+
+class StandsForPlain(EqualToPlain):
+    """Metaclass of generated classes that instances of their plain class are assigned.
+
+    Instances and subclasses of the plain class are those of the generated one too: an unpickled
+    module is of its plain class.
+    """
+
     def __instancecheck__(cls, instance: object) -> bool:
         _, plain = vars(cls).get("_made_from", (None, cls))
         return type.__instancecheck__(cls if plain is cls else plain, instance)
@@ -86,10 +99,6 @@ class EqualToPlain(type):
     def __subclasscheck__(cls, subclass: type) -> bool:
         _, plain = vars(cls).get("_made_from", (None, cls))
         return type.__subclasscheck__(cls if plain is cls else plain, subclass)
-
-    def __hash__(cls) -> int:
-        _, plain = vars(cls).get("_made_from", (None, cls))
-        return super().__hash__() if plain is cls else hash(plain)
 
 
 def _solid_base(cls: type) -> type:

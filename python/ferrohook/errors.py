@@ -56,6 +56,10 @@ class NotInstrumentedWarning(UserWarning):
     """Modules that cannot be instrumented were skipped."""
 
 
+class ReplacedWarning(UserWarning):
+    """Quantisation replaced a module with hooks, which do not follow it."""
+
+
 class UnattributedWarning(UserWarning):
     """Recorded layer ran, but no rule identified its call; its output was dropped."""
 

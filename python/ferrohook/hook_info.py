@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ferrohook._core import Dispatcher, HookedBase
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ferrohook._core import HookHandle, Registry
     from ferrohook.typed import Phase
 
@@ -48,6 +52,14 @@ def state_of(hook: HookInfo | HookHandle) -> str:
     if hook.enabled:
         return ""
     return "disabled" + (f" by on_error after {hook.failure}" if hook.failure else "")
+
+
+def find_registry(module: nn.Module) -> Registry | None:
+    """Returns the registry of a wrapper or an instrumented module; None for a plain module."""
+    if issubclass(type(module), HookedBase):
+        return cast("HookedBase", module)._registry
+    dispatcher = vars(module).get(Dispatcher.KEY)
+    return None if dispatcher is None else dispatcher.registry
 
 
 def timed_hooks(

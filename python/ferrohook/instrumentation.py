@@ -35,14 +35,18 @@ from ferrohook._core import (
     HookHandle,
     Registry,
     assign_class,
+    put_on,
     release_copy,
+    take_off,
 )
 from ferrohook.attention import KEY as _POINTS
 from ferrohook.attention import hold, is_point
 from ferrohook.classes import common_subclass, plain_class
-from ferrohook.errors import HookError, NotInstrumentedWarning
+from ferrohook.errors import HookError, NotInstrumentedWarning, ReplacedWarning
+from ferrohook.hook_info import find_registry
 from ferrohook.module import keeps_state_in_torch_hooks
 from ferrohook.selection import select as _select
+from ferrohook.swapping import carry
 from ferrohook.traced import trace_as, traced_dispatch
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
     from ferrohook.attention import AttentionPoint
     from ferrohook.selection import Selector
+    from ferrohook.swapping import PutOn
     from ferrohook.typed import Phase
 
 _KEY = Dispatcher.KEY
@@ -214,14 +219,6 @@ for _name, _phase in _PHASES.items():
     setattr(Instrumented, _name, _register_method(_name, _phase))
 
 
-def find_registry(module: nn.Module) -> Registry | None:
-    """Returns the registry of a wrapper or an instrumented module; None for a plain module."""
-    if issubclass(type(module), HookedBase):
-        return cast("HookedBase", module)._registry
-    dispatcher = vars(module).get(_KEY)
-    return None if dispatcher is None else dispatcher.registry
-
-
 def registry_of(module: nn.Module) -> Registry:
     """Returns the registry of a wrapper or an instrumented module.
 
@@ -341,6 +338,25 @@ def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
     if module not in kept:
         return made
     return RemovableHandle(module._forward_pre_hooks).id, _NO_HOOK
+
+
+@carry
+def _carry_dispatcher(module: nn.Module) -> tuple[nn.Module, PutOn]:
+    """Has the replacement of an instrumented module take over its hooks and attachments."""
+    keeps_class = plain_class(type(module)) is type(module)
+    dispatcher = take_off(module)
+
+    def put(module: nn.Module) -> nn.Module:
+        if dispatcher is not None:
+            made = functools.partial(_keep_class, {module}) if keeps_class else make_class
+            try:
+                put_on(module, dispatcher, made)
+            except HookError as error:
+                msg = f"the hooks of a module that quantisation replaced will not fire: {error}"
+                warnings.warn(msg, ReplacedWarning, stacklevel=5)
+        return module
+
+    return module, put
 
 
 def attach(

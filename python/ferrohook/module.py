@@ -14,6 +14,7 @@ from ferrohook._core import HookedBase, Registry
 from ferrohook.arguments import expect_module
 from ferrohook.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)
 from ferrohook.hook_info import HookInfo, hooks_of
+from ferrohook.swapping import carry
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
 
@@ -24,6 +25,7 @@ R_co = TypeVar("R_co", covariant=True)
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook.swapping import PutOn
     from ferrohook.typed import Phase
 
     class _Callable(Protocol[P, R_co]):
@@ -145,6 +147,12 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
                 return self.inner.register_forward_pre_hook(hook, **options)
             return super().register_forward_pre_hook(hook, **options)
 
+        @functools.wraps(HookedBase.register_forward_hook)
+        def register_forward_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
+            if keeps_state_in_torch_hooks(hook):
+                return self.inner.register_forward_hook(hook, **options)
+            return super().register_forward_hook(hook, **options)
+
     if TYPE_CHECKING:
 
         def __call__(  # noqa: D102 (native at run time; these are the module's types)
@@ -171,7 +179,8 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         return self._around(copy.copy(self.inner))
 
     def _around(self, module: nn.Module) -> HookedModule[M]:
-        wrapper = HookedBase.__new__(type(self))
+        cls = class_around(cast("type[TransparentWrapper]", wrapper_class(self)), module)
+        wrapper = HookedBase.__new__(cast("type[HookedModule[M]]", cls))
         wrapper._adopt(module, self._registry)
         return wrapper
 
@@ -193,6 +202,16 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
 
 HookedModule._own_names = own_names(HookedModule)
+
+
+@carry
+def _unwrap(module: nn.Module) -> tuple[nn.Module, PutOn]:
+    """Wraps the replacement of a wrapped module, with the same hooks."""
+    if not issubclass(type(module), HookedModule):
+        return module, lambda module: module
+    hooked = cast("HookedModule[Any]", module)
+    inner = hooked.inner
+    return inner, lambda module: hooked if module is inner else hooked._around(module)
 
 
 def keeps_state_in_torch_hooks(hook: object) -> bool:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import HookedBase, release_unused
 from ferrohook.arguments import expect_module
-from ferrohook.hook_info import name_of, state_of
-from ferrohook.instrumentation import find_registry
+from ferrohook.hook_info import find_registry, name_of, state_of
 from ferrohook.selection import select
 from ferrohook.tables import html_table, text_table
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ferrohook._core import NativeDetector
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
-from ferrohook.hook_info import name_of, state_of, timed_hooks
-from ferrohook.instrumentation import find_registry
+from ferrohook.hook_info import find_registry, name_of, state_of, timed_hooks
 from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
 from ferrohook.texts import missing_package

@@ -21,8 +21,7 @@ from ferrohook.detectors import (
     NormDetector,
     ShapeDetector,
 )
-from ferrohook.hook_info import hooks_of
-from ferrohook.instrumentation import find_registry
+from ferrohook.hook_info import find_registry, hooks_of
 from support.modules import Returning
 from support.threads import in_threads
 

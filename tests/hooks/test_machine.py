@@ -21,8 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.hook_info import hooks_of
-from ferrohook.instrumentation import find_registry
+from ferrohook.hook_info import find_registry, hooks_of
 from support.amounts import amount
 from support.hooks import TYPED
 from support.internals import registry_of

@@ -153,7 +153,7 @@ def test_quantize_dynamic_finds_its_modules(model: nn.Sequential, hooked: nn.Seq
     quantize = torch.ao.quantization.quantize_dynamic
     expected = quantize(model, {nn.Linear}, dtype=torch.qint8)
     quantized = quantize(hooked, {nn.Linear}, dtype=torch.qint8)
-    assert [type(each) for each in quantized.modules()] == [
-        type(each) for each in expected.modules()
+    assert [each.__class__ for each in quantized.modules()] == [
+        each.__class__ for each in expected.modules()
     ]
     assert torch.equal(quantized(X), expected(X))

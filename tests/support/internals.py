@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrohook._core import frames
-from ferrohook.instrumentation import find_registry as find_registry
+from ferrohook.hook_info import find_registry as find_registry
 from ferrohook.instrumentation import registry_of as registry_of
 
 if TYPE_CHECKING:

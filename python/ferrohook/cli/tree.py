@@ -66,8 +66,7 @@ def _described(
 ) -> dict[str, dict[str, Any]]:
     """Returns class, details and hooks of the selected modules, and of those with hooks."""
     import ferrohook as fh
-    from ferrohook.hook_info import hooks_of, name_of
-    from ferrohook.instrumentation import find_registry
+    from ferrohook.hook_info import find_registry, hooks_of, name_of
 
     chosen = fh.select(model, options.select)
     described = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ferrohook._core import release_copy
 from ferrohook.errors import HookError
-from ferrohook.instrumentation import find_registry
+from ferrohook.hook_info import find_registry
 from ferrohook.module import keeps_state_in_torch_hooks
 from ferrohook.operations import SUM
 from ferrohook.tensors import parts

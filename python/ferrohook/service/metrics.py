@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.groups import register
-from ferrohook.hook_info import hooks_of
-from ferrohook.instrumentation import find_registry, registry_of
+from ferrohook.hook_info import find_registry, hooks_of
+from ferrohook.instrumentation import registry_of
 from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.selection import select
 

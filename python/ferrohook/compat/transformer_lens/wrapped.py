@@ -10,7 +10,8 @@ from ferrohook._core import Attachment
 from ferrohook.compat.transformer_lens.hook_point import HookPoint
 from ferrohook.errors import HookError
 from ferrohook.groups import HandleGroup, add_hooks
-from ferrohook.instrumentation import attach, find_registry, registry_of
+from ferrohook.hook_info import find_registry
+from ferrohook.instrumentation import attach, registry_of
 from ferrohook.selection import select
 from ferrohook.tensors import map_tensors, tensors_in
 from ferrohook.wrapper import TransparentWrapper, wrapper_class
