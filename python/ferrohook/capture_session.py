@@ -207,7 +207,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
             through pinned memory, 256 MiB at a time; reading waits for them.
         dtype: cast floating-point tensors to this dtype.
-        slice: part of each tensor to capture, as in `tensor[slice]`.
+        slice: part of each tensor to capture, as in `tensor[slice]`. A `PackedSequence` that it
+            takes tokens from is captured as the tensor of its data that is left.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
             write in place; `clone` copies; `ref` stores a reference without that check. `checked`
             copies inference tensors, which have no version, and tensors in compiled regions, where

@@ -85,24 +85,18 @@ def same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     return getattr(cls, "_make", tuple)(items)
 
 
-def repacked(sequence: PackedSequence, data: Any) -> PackedSequence:
-    """Returns a packed sequence with other data.
+def repacked(sequence: PackedSequence, data: Any) -> Any:
+    """Returns a packed sequence with other data; the data alone if they have other tokens.
 
-    Raises:
-        HookTypeError: they have another number of tokens, which would be those of other sequences.
+    A sequence of another number of tokens could not be unpacked.
     """
     made: Any = type(sequence)
     former, sizes, *orders = sequence
     if isinstance(data, Tensor) and isinstance(former, Tensor):
         if not data.dim() or len(data) != len(former):
-            msg = (
-                f"a PackedSequence has {len(former)} tokens, of all its sequences, and is left "
-                f"with a tensor of {tuple(data.shape)}: take its data alone, by an output_index "
-                'that ends in "data"'
-            )
-            raise HookTypeError(msg)
+            return data
         orders = [None if order is None else order.to(data.device) for order in orders]
-    return made._make([data, sizes, *orders])  # type: ignore[no-any-return]
+    return made._make([data, sizes, *orders])
 
 
 def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:

@@ -385,11 +385,25 @@ def test_a_captured_packed_sequence_unpacks() -> None:
         unpacked, _ = pad_packed_sequence(acts[""][0], batch_first=True)
         expected = plain[..., 0] if "slice" in options else plain
         assert torch.allclose(unpacked, expected.to(unpacked.dtype), atol=1e-3)
+
+
+def test_a_packed_sequence_without_some_of_its_tokens_is_captured_as_data() -> None:
+    lstm, x = nn.LSTM(3, 4, batch_first=True), sequences("packed")
+    with fh.capture(lstm, "", slice=(slice(0, 2),)) as acts:
+        sequence, (h, c) = lstm(x)
+    data, states = acts[""]
+    assert torch.equal(data, sequence.data[:2])
+    assert all(map(torch.equal, states, (h[:2], c[:2])))
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_a_change_of_a_tuple_asks_for_one_of_its_tensors(index: int) -> None:
+    net = Net()
     with (
-        fh.capture(lstm, "", slice=(slice(0, 2),)),
-        pytest.raises(fh.HookTypeError, match=r'PackedSequence has 8 tokens.*"data"'),
+        fh.register(net, "lstm", fh.Zero(output_index=index)),
+        pytest.raises(fh.HookTypeError, match=rf"as output_index=\(1, 0\); {index} names a tuple"),
     ):
-        lstm(x)
+        net(sequences("dense"))
 
 
 def test_a_packed_sequence_in_a_file(tmp_path: Any) -> None:

@@ -290,7 +290,7 @@ impl<'py> Change<'_, 'py> {
         let found = part_of(&inner, &last).map_err(|cause| self.no_part(value, part, cause))?;
         if !torch::is_tensor(&found)? {
             let expected = format!(
-                "changes a tensor: name one by a path, a tuple of steps, as output_index {} names",
+                "changes a tensor: name one by a path, as output_index=(1, 0); {} names",
                 repr(part)
             );
             return Err(self.error(&expected, &found));
