@@ -321,7 +321,7 @@ def test_a_path_that_is_not_there_is_named() -> None:
             model(x)
     with (
         fh.register(model, "", fh.Zero(output_index=1)),
-        pytest.raises(fh.HookTypeError, match=r"a path, a tuple of steps"),
+        pytest.raises(fh.HookTypeError, match=r"name one by a path"),
     ):
         model(x)
 
