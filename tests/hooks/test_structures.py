@@ -419,3 +419,16 @@ def test_fingerprints_know_the_sizes_of_a_packed_sequence() -> None:
     data = torch.randn(4, 3)
     one, other = (PackedSequence(data, torch.tensor(sizes)) for sizes in ([2, 2], [1, 1, 1, 1]))
     assert fingerprint(one) != fingerprint(other)
+
+
+def test_a_gradient_that_reaches_one_of_several_tensors_of_an_operation() -> None:
+    class Singular(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.linalg.svd(x, full_matrices=False)
+
+    model, x = nn.Sequential(Singular()), torch.randn(4, 3, requires_grad=True)
+    with fh.capture(model, "0", grads=True) as acts:
+        model(x).S.sum().backward()
+    of_u, of_s, of_vh = acts.grads["0"]
+    assert (of_u, of_vh) == (None, None)
+    assert torch.equal(of_s, torch.ones(3))

@@ -260,6 +260,10 @@ pub struct GradientSlot {
 impl GradientSlot {
     fn __call__(&self, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = gradient.py();
+        // None: gradients reached other outputs of the same node of the graph.
+        if gradient.is_none() {
+            return Ok(());
+        }
         let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
             return Ok(());
         };
