@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import httpx
 
@@ -14,9 +15,12 @@ from ferrohook.engines.wire import FIELD, HEADER
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from ferrohook.client.calls import Pending
+
+Finished = TypeVar("Finished")
+"""What `finish` returns: a text, or what is awaited for one."""
 
 
 class _Events:
@@ -84,12 +88,24 @@ class _Events:
         )
 
 
-class _Stream:
-    """A text that is being read."""
+class _Stream(Generic[Finished]):
+    """A text that is being read.
 
-    def __init__(self, pending: Pending, response: httpx.Response) -> None:
+    Args:
+        pending: the request.
+        response: its response.
+        finish: fetches the captures of a whole text.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        response: httpx.Response,
+        finish: Callable[[Generated, str | bytes | None], Finished],
+    ) -> None:
         self._response = response
         self._events = _Events(pending, response)
+        self._finish = finish
         self._generated: Generated | None = None
 
     @property
@@ -105,23 +121,8 @@ class _Stream:
         return self._generated
 
 
-class TextStream(_Stream):
-    """Parts of a text, as they are generated: an iterator of `Client.stream`.
-
-    Args:
-        pending: the request.
-        response: its response.
-        finish: fetches the captures of a whole text.
-    """
-
-    def __init__(
-        self,
-        pending: Pending,
-        response: httpx.Response,
-        finish: Callable[[Generated, str | bytes | None], Generated],
-    ) -> None:
-        super().__init__(pending, response)
-        self._finish = finish
+class TextStream(_Stream[Generated]):
+    """Parts of a text, as they are generated: an iterator of `Client.stream`."""
 
     def __iter__(self) -> Iterator[str]:
         try:
@@ -133,23 +134,8 @@ class TextStream(_Stream):
         self._generated = self._finish(self._events.end(), self._events.proof)
 
 
-class AsyncTextStream(_Stream):
-    """Parts of a text, as they are generated: an iterator of `AsyncClient.stream`.
-
-    Args:
-        pending: the request.
-        response: its response.
-        finish: fetches the captures of a whole text.
-    """
-
-    def __init__(
-        self,
-        pending: Pending,
-        response: httpx.Response,
-        finish: Callable[[Generated, str | bytes | None], Awaitable[Generated]],
-    ) -> None:
-        super().__init__(pending, response)
-        self._finish = finish
+class AsyncTextStream(_Stream[Awaitable[Generated]]):
+    """Parts of a text, as they are generated: an iterator of `AsyncClient.stream`."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:

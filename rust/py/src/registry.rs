@@ -311,9 +311,8 @@ impl Registry {
         let options = HookOptions {
             with_kwargs,
             always_call,
-            on_error,
             timed,
-            entry: None,
+            ..on_error.into()
         };
         let placement = priority.place(prepend);
         let audience = Audience::of_caller(hook.py(), scope.as_ref())?;

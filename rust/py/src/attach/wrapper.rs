@@ -175,10 +175,7 @@ impl HookedBase {
     ) -> PyResult<HookHandle> {
         let options = HookOptions {
             with_kwargs,
-            always_call: false,
-            on_error,
-            timed: false,
-            entry: None,
+            ..on_error.into()
         };
         let placement = priority.place(prepend);
         self.register(hook, Phase::ForwardPre, placement, options, scope.as_ref())
@@ -223,9 +220,7 @@ impl HookedBase {
         let options = HookOptions {
             with_kwargs,
             always_call,
-            on_error,
-            timed: false,
-            entry: None,
+            ..on_error.into()
         };
         let placement = priority.place(prepend);
         self.register(hook, Phase::Forward, placement, options, scope.as_ref())

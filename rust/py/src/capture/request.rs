@@ -264,11 +264,11 @@ pub struct Place {
 }
 
 impl Source {
-    /// Returns the request that a capture of a plan fires for.
-    fn request<'a, 'py>(
+    /// Returns the request that a hook or a capture of a plan fires for.
+    pub fn request<'a, 'py>(
         owner: Option<&'a Bound<'py, PyAny>>,
     ) -> PyResult<&'a Bound<'py, RequestBase>> {
-        let nobody = || PyRuntimeError::new_err("a capture of a plan fires for requests");
+        let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
         Ok(owner.ok_or_else(nobody)?.cast()?)
     }
 

@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 use std::ffi::CStr;
 use std::ptr;
 
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -172,9 +172,7 @@ fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
         set(&PyTuple::empty(py))?;
         return Ok(None);
     };
-    let frames = frames
-        .cast_into::<PyTuple>()
-        .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;
+    let frames = frames.cast_into::<PyTuple>()?;
     Ok((!frames.is_empty()).then_some(frames))
 }
 

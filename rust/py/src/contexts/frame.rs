@@ -570,14 +570,10 @@ pub fn hooks<'py>(
     module: u64,
     phase: Phase,
 ) -> impl Iterator<Item = (Bound<'py, Frame>, Snapshot<Hook>)> {
-    frames.iter_borrowed().flat_map(move |frame| {
-        let frame = frame.cast::<Frame>().ok();
-        let all = frame.map_or([None, None], |frame| frame.get().all_hooks(module));
-        let hooks = all
-            .into_iter()
-            .flatten()
-            .filter(move |it| it.occupied(phase));
-        hooks.filter_map(move |hooks| Some(((*frame?).clone(), hooks.snapshot(phase))))
+    each(frames).flat_map(move |frame| {
+        let hooks = frame.get().all_hooks(module).into_iter().flatten();
+        let hooks = hooks.filter(move |it| it.occupied(phase));
+        hooks.map(move |hooks| ((*frame).clone(), hooks.snapshot(phase)))
     })
 }
 
@@ -590,20 +586,16 @@ pub fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
     copied.unwrap_or_else(|failed| failed)
 }
 
-/// Returns the frames that are not closed: a copied context may hold others.
-pub fn open<'a, 'py>(
+/// Yields the frames of a tuple.
+pub fn each<'a, 'py>(
     frames: &'a Bound<'py, PyTuple>,
-) -> impl Iterator<Item = Borrowed<'a, 'py, PyAny>> {
-    let closed = |frame: &Borrowed<'_, 'py, PyAny>| {
-        let frame = frame.cast::<Frame>();
-        frame.is_ok_and(|frame| frame.get().closed())
-    };
-    frames.iter_borrowed().filter(move |frame| !closed(frame))
+) -> impl DoubleEndedIterator<Item = Borrowed<'a, 'py, Frame>> {
+    frames.iter_borrowed().filter_map(|it| it.cast().ok())
 }
 
-/// Returns the tuple of the frames that are not closed.
+/// Returns the tuple of the frames that are not closed: a copied context may hold others.
 pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
-    let open: Vec<_> = open(frames).collect();
+    let open: Vec<_> = each(frames).filter(|it| !it.get().closed()).collect();
     if open.len() == frames.len() {
         return Ok(frames.clone());
     }
@@ -612,24 +604,17 @@ pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTup
 
 /// True if calls in `frames` run hooks of others for the module with this id.
 pub fn any_of_others(frames: &Bound<'_, PyTuple>, module: u64, phases: &[Phase]) -> bool {
-    let has_hooks = |frame: &Bound<'_, Frame>| {
+    each(frames).any(|frame| {
         let slot = frame.get().slot();
-        slot.is_some_and(|slot| slot.has_hooks(frame, module, phases))
-    };
-    let mut frames = frames.iter_borrowed();
-    frames.any(|frame| frame.cast::<Frame>().is_ok_and(|frame| has_hooks(&frame)))
+        slot.is_some_and(|slot| slot.has_hooks(&frame, module, phases))
+    })
 }
 
 /// True if one of `frames` has hooks for which operators stand in graphs.
 pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
-    let has_operators = |frame: &Frame| {
-        let shared = frame.shared().into_iter();
-        let mut all = shared.chain([frame]);
-        all.any(|frame| frame.operators.load(Ordering::Relaxed))
-    };
-    let mut frames = frames.iter_borrowed();
-    frames.any(|frame| {
-        let frame = frame.cast::<Frame>();
-        frame.is_ok_and(|frame| has_operators(frame.get()))
+    each(frames).any(|frame| {
+        let frame = frame.get();
+        let mut all = frame.shared().into_iter().chain([frame]);
+        all.any(|it| it.operators.load(Ordering::Relaxed))
     })
 }

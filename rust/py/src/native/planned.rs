@@ -1,12 +1,11 @@
 //! Native hooks of prepared plans: hooks at chosen positions, and the guard of the model.
 
 use ferrohook_core::Phase;
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::capture::request::RequestBase;
+use crate::capture::request::{RequestBase, Source};
 use crate::cpython::invoke;
 use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
@@ -66,7 +65,7 @@ impl Native for MaskedHook {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let request = request_of(turn)?;
+        let request = Source::request(turn.owner)?;
         let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
         let mask = match RequestBase::chosen(request, self.mask, own)? {
             Chosen::Nothing => return Ok(None),
@@ -124,12 +123,6 @@ impl InBatch for MaskedHook {
     }
 }
 
-/// Returns the request that a hook of a plan fires for.
-fn request_of<'a, 'py>(turn: &Turn<'a, 'py>) -> PyResult<&'a Bound<'py, RequestBase>> {
-    let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
-    Ok(turn.owner.ok_or_else(nobody)?.cast()?)
-}
-
 /// Hook on the model of a prepared plan, which refuses one whose modules were replaced, and on modules
 /// that take tokens, which has the positions of these found.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
@@ -176,7 +169,7 @@ impl Native for PlanGuard {
             ));
         }
         if let Some(positions) = &self.positions {
-            let request = request_of(turn)?;
+            let request = Source::request(turn.owner)?;
             if Membership::positioned(request.as_super().get()) {
                 return Ok(None);
             }
@@ -232,7 +225,7 @@ impl Native for EndOfCall {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let request = request_of(turn)?.as_super().get();
+        let request = Source::request(turn.owner)?.as_super().get();
         if Membership::positioned(request) {
             return Ok(None);
         }

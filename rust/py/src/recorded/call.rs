@@ -8,7 +8,7 @@ use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::contexts::current::{self, Frames};
-use crate::contexts::frame::Frame;
+use crate::contexts::frame::{self, Frame};
 use crate::cpython::once::Once;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
@@ -301,8 +301,8 @@ pub fn innermost(py: Python<'_>) -> PyResult<Option<Bound<'_, RecordedCall>>> {
     let Some(frames) = frames.entered(py)? else {
         return Ok(None);
     };
-    Ok(frames.iter().rev().find_map(|frame| {
-        let tag = frame.cast::<Frame>().ok()?.get().tag(py)?;
-        tag.cast().ok().cloned()
-    }))
+    let mut tags = frame::each(frames)
+        .rev()
+        .filter_map(|it| Some(it.get().tag(py)?.clone()));
+    Ok(tags.find_map(|tag| tag.cast_into().ok()))
 }
