@@ -40,6 +40,16 @@ def expect(value: object, types: type | UnionType | tuple[()], expected: str) ->
         raise HookTypeError(msg)
 
 
+def expect_callable(value: object, expected: str) -> None:
+    """Validates a callable; `expected` is the start of the message.
+
+    Raises:
+        HookTypeError: it cannot be called.
+    """
+    if not callable(value):
+        expect(value, (), expected)
+
+
 def check_output_index(value: object, name: str, types: type | UnionType = int | str) -> object:
     """Validates and returns an `output_index`: None, a step, or a path, a tuple of steps.
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ferrohook.arguments import describe, expect, expect_module
+from ferrohook.arguments import describe, expect, expect_callable, expect_module
 from ferrohook.data import Store
 from ferrohook.errors import (
     HookError,
@@ -419,16 +419,14 @@ def _check(model: object, batches: object, store: object, forward: object, mask:
             "one batch"
         )
         raise HookTypeError(msg)
-    if not (forward is None or callable(forward)):
-        msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
-        raise HookTypeError(msg)
+    if forward is not None:
+        expect_callable(forward, "collect: forward is a callable or None")
     _check_rule("mask", mask)
 
 
 def _check_rule(name: str, rule: object) -> None:
-    if not (rule is None or isinstance(rule, str) or callable(rule)):
-        msg = f"collect: {name} is a str, a callable or None, got {type(rule).__name__}"
-        raise HookTypeError(msg)
+    if not isinstance(rule, str | None):
+        expect_callable(rule, f"collect: {name} is a str, a callable or None")
 
 
 def _check_plan(model: nn.Module, plan: object) -> None:

@@ -176,8 +176,7 @@ def predictions(
         HookError: matplotlib is not installed.
     """
     grid = _numbers(probabilities, "probabilities", 2)
-    named = None if names is None else list(names)
-    ax = _heat_map(grid, named, tokens, "probability", ax, vmin=0, vmax=1)
+    ax = _heat_map(grid, names, tokens, "probability", ax, vmin=0, vmax=1)
     for y, line in enumerate(texts):
         for x, text in enumerate(line):
             dark = grid[y, x] < 0.5  # noqa: PLR2004 (half of the colours)
@@ -212,8 +211,7 @@ def patching(
     grid = _numbers(effects, "effects", 2)
     finite = grid[grid.isfinite()].abs()
     limit = float(finite.max()) if finite.any() else 1.0
-    named = None if names is None else list(names)
-    return _heat_map(grid, named, tokens, label, ax, vmin=-limit, vmax=limit, cmap="RdBu")
+    return _heat_map(grid, names, tokens, label, ax, vmin=-limit, vmax=limit, cmap="RdBu")
 
 
 def attention(
@@ -239,9 +237,8 @@ def attention(
     if queries is None and tokens is not None:
         keys = list(tokens)[: grid.shape[1]]
         queries = keys[max(len(keys) - grid.shape[0], 0) :]
-    named = None if queries is None else list(queries)
-    ax = _heat_map(grid, named, tokens, "attention", ax, vmin=0)
-    ax.set_ylabel("query" if named is None else "")
+    ax = _heat_map(grid, queries, tokens, "attention", ax, vmin=0)
+    ax.set_ylabel("query" if queries is None else "")
     return ax
 
 
@@ -343,6 +340,7 @@ def _heat_map(
     **colours: Any,
 ) -> Axes:
     height, width = grid.shape
+    names = None if names is None else list(names)
     if names is not None and len(names) != height:
         msg = f"names has a label for each row: {height}, got {len(names)}"
         raise HookTypeError(msg)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 import torch
 
 from ferrohook._core import frames
-from ferrohook.arguments import at_least, expect
-from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
+from ferrohook.arguments import at_least, expect, expect_callable
+from ferrohook.errors import CaptureBudgetError, HookError, RowsError
 from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, limited
 from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
@@ -110,9 +110,7 @@ class Batcher(Generic[In, Out]):
         workers: int = 1,
     ) -> None:
         for name, value in (("model", model), ("collate", collate), ("split", split)):
-            if not callable(value):
-                msg = f"{name} is callable, got {type(value).__name__}"
-                raise HookTypeError(msg)
+            expect_callable(value, f"{name} is callable")
         expect(max_wait, int | float, "max_wait is a number of seconds")
         if not max_wait >= 0:
             msg = f"max_wait is at least 0 seconds, got {max_wait}"
@@ -167,9 +165,8 @@ class Batcher(Generic[In, Out]):
             ValueError: `rows` or `length` is below 1.
             BatcherClosedError: `close` was called.
         """
-        if not (open_request is None or callable(open_request)):
-            msg = f"open_request is callable, got {type(open_request).__name__}"
-            raise HookTypeError(msg)
+        if open_request is not None:
+            expect_callable(open_request, "open_request is callable")
         ticket = Ticket(
             item=item,
             open_request=open_request,

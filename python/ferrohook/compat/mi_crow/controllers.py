@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ferrohook._core import refuse_async
-from ferrohook.arguments import expect
+from ferrohook.arguments import expect, expect_callable
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import (
     apply_modification_to_output,
@@ -19,7 +19,6 @@ from ferrohook.compat.mi_crow.tensors import (
     fit,
     put_first,
 )
-from ferrohook.errors import HookTypeError
 from ferrohook.steering import Intervention
 from ferrohook.versions import version_of
 
@@ -156,9 +155,7 @@ class FunctionController(Controller):
         hook_id: str | None = None,
     ) -> None:
         check_signature(layer_signature)
-        if not callable(function):
-            msg = f"function is called with a tensor, got {type(function).__name__}"
-            raise HookTypeError(msg)
+        expect_callable(function, "function is called with a tensor")
         refuse_async(function, "function")
         super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
         self.function = function

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import PointHook
+from ferrohook.arguments import expect_callable
 from ferrohook.errors import HookTypeError
 
 
@@ -216,7 +217,7 @@ def usual_code(hook: object) -> CodeType | None:
     return None
 
 
-def check_hook(hook: object) -> None:
+def check_hook(hook: Any) -> None:
     """Validates that a hook can be called as `hook(tensor, hook=point)`.
 
     Raises:
@@ -224,9 +225,7 @@ def check_hook(hook: object) -> None:
     """
     if usual_code(hook):
         return
-    if not callable(hook):
-        msg = f"a hook is called as hook(tensor, hook=point), got {type(hook).__name__}"
-        raise HookTypeError(msg)
+    expect_callable(hook, "a hook is called as hook(tensor, hook=point)")
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):

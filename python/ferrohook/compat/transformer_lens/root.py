@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Frame, Recorder, frames, register_all
-from ferrohook.arguments import check_copy, describe, expect
+from ferrohook.arguments import check_copy, expect, expect_callable
 from ferrohook.compat.transformer_lens.caching import (
     CacheOptions,
     CacheRecorder,
@@ -243,9 +243,7 @@ class HookedRootModule(nn.Module):
     def _points(self, name: NameOrFilter) -> dict[str, HookPoint]:
         if isinstance(name, str):
             return points_named(self, [name])
-        if not callable(name):
-            msg = f"a hook is added to a name or a predicate of names, got {describe(name)}"
-            raise HookTypeError(msg)
+        expect_callable(name, "a hook is added to a name or a predicate of names")
         return points_filtered(self, name)
 
     def add_perma_hook(

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from ferrohook.arguments import describe
+from ferrohook.arguments import expect_callable
 from ferrohook.compat.transformers.forwards import parameter_names
-from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,9 +43,7 @@ def merge_with_config_defaults(func: F) -> F:
     The forward raises:
         ValueError: a `vision_feature_select_strategy` other than default and full.
     """
-    if not callable(func):
-        msg = f"merge_with_config_defaults decorates a forward, got {describe(func)}"
-        raise HookTypeError(msg)
+    expect_callable(func, "merge_with_config_defaults decorates a forward")
     names = parameter_names(func)
     places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ferrohook._core import RecordedCall, in_flight
-from ferrohook.arguments import describe
+from ferrohook.arguments import describe, expect_callable
 from ferrohook.classes import plain_class
 from ferrohook.compat.transformers.attribution import warn_unattributed
 from ferrohook.compat.transformers.declarations import (
@@ -117,9 +117,8 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
 
         return recorded_forward
 
-    if func is not None and not callable(func):
-        msg = f"capture_outputs decorates a forward, got {describe(func)}"
-        raise HookTypeError(msg)
+    if func is not None:
+        expect_callable(func, "capture_outputs decorates a forward")
     return decorate if func is None else decorate(func)
 
 
