@@ -481,10 +481,8 @@ def test_devices_are_compared_without_a_lock(
         met.append(1)
         model(numbered(4))
 
-    positions = None if at is None else torch.arange(4)
-    with fh.batch(
-        dict(zip((a, b), rows, strict=True)), size=4, positions=positions, lengths={a: 4, b: 4}
-    ):
+    known = {} if at is None else {"positions": torch.arange(4), "lengths": {a: 4, b: 4}}
+    with fh.batch(dict(zip((a, b), rows, strict=True)), size=4, **known):
         first = model(numbered(4)).as_subclass(Tensor)
         for _ in range(3):
             Elsewhere.met = call_again
