@@ -78,13 +78,15 @@ class Worker:
     """
 
     def __init__(self, group: Group, python: str = sys.executable) -> None:
+        # A worktree has its own package there; another interpreter is to measure the one it has.
+        own = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
         self._process = subprocess.Popen(  # noqa: S603 (ours)
             [python, "-m", "benches.running", group.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{own}"},
         )
         try:
             self._answer()
