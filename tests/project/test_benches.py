@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+import ferrohook as fh
 from benches import cuda, figures, report, running
 from benches.__main__ import main
 from benches.harness import QUICK, Effort, Group, Ratio, Row, Sampler, expect, measure
@@ -226,7 +227,7 @@ def test_a_killed_worker_raises() -> None:
 
 
 def test_two_builds_are_measured_side_by_side(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[str] = []
 
@@ -237,8 +238,13 @@ def test_two_builds_are_measured_side_by_side(
 
     monkeypatch.setattr(running, "Worker", Watched)
     monkeypatch.setattr(running, "ROUNDS", 1)
-    # Another path to the same interpreter counts as another build.
-    there = Path(sys.executable).parent / ".." / "bin" / Path(sys.executable).name
+    # Another path to the same interpreter counts as another build; it has the package under test.
+    there = tmp_path / "python"
+    package = Path(fh.__file__).parent.parent
+    there.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{package}:$PYTHONPATH" exec "{sys.executable}" "$@"\n'
+    )
+    there.chmod(0o755)
     argv = ["--quick", "--markdown", "--only", "register + remove", "--against", str(there)]
     assert main(argv) == 0
     assert made == [sys.executable, str(there)]
