@@ -126,7 +126,7 @@ def run(suite: Suite, tests: list[str], *, instrumented: bool) -> Run:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT / "script"),
+            "PYTHONPATH": f"{ROOT / 'script'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         log = SOURCES / f"{suite.project}-{'instrumented' if instrumented else 'plain'}.log"
         with (
