@@ -67,7 +67,7 @@ class HandleGroup(AttachmentContext):
 
     @property
     def calls(self) -> int:
-        """Total number of finished calls of the hooks, those that raised included."""
+        """Total number of finished calls of the hooks, see `HookHandle.calls`."""
         return sum(handle.calls for handle in self)
 
     @property

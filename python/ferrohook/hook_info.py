@@ -31,7 +31,7 @@ class HookInfo(NamedTuple):
     enabled: bool
     """False while the hook is disabled."""
     calls: int
-    """Number of finished calls, those that raised included."""
+    """Number of finished calls, see `HookHandle.calls`."""
     failure: str | None = None
     """Error that disabled the hook by its `on_error`; None for a hook that none disabled."""
 

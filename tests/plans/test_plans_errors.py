@@ -125,6 +125,7 @@ def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
         (lambda: fh.on("act", ignore, at=0, phase="forward_pre"), fh.HookTypeError, "at takes"),
         (lambda: fh.on("act", fh.ForwardHook(ignore), at=0), fh.HookTypeError, "at takes"),
         (lambda: fh.keep("act", at="never"), ValueError, "never"),
+        (lambda: fh.keep("act", at=0, grads=True), fh.HookTypeError, "gradient without at="),
         (lambda: fh.keep("act", label=7), fh.HookTypeError, "label is a str"),
         (lambda: fh.keep("act", calls="some"), ValueError, "some"),
         (lambda: fh.keep("act", max_bytes=0), ValueError, "max_bytes"),

@@ -127,6 +127,30 @@ def test_drafts_are_no_part_of_the_prompt(model: Any, drafts: Callable[[], Any])
     assert ran >= {*range(10, 10 + NEW - 1)}
 
 
+@quiet
+@pytest.mark.parametrize(
+    "drafts", [{}, {"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3}]
+)
+@pytest.mark.parametrize("ends", [None, 1])
+def test_rows_of_a_model_that_drafts_for_itself_are_those_of_its_text(
+    model: Any, drafts: dict[str, Any], ends: int | None
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    eos = {} if ends is None else {"eos_token_id": int(model.generate(ids, **GREEDY)[0, 10 + ends])}
+    entries = [
+        fh.keep(LAYER, at=at, label=label, copy="clone")
+        for label, at in (("new", "generated"), ("all", slice(None)), ("one", 10))
+    ]
+    with fh.Plan(*entries).prepare(model) as prepared, prepared.open() as request:
+        options: dict[str, Any] = {**GREEDY, **eos, **(drafts or {"assistant_model": model})}
+        text = model.generate(ids, **options)
+    ran = text.shape[1] - 1
+    states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states
+    for label, right in (("new", range(10, ran)), ("all", range(ran)), ("one", [10])):
+        assert request.positions(f"{label}:{LAYER}") == [*right]
+        torch.testing.assert_close(request.acts[f"{label}:{LAYER}"], states[1][0, [*right]])
+
+
 def test_the_prompt_of_an_assistant_is_that_of_the_model_it_assists(model: Any) -> None:
     assistant, ids = llama(7), prompt(6)
     text, calls = kept(
@@ -411,6 +435,43 @@ def test_models_with_other_caches(kind: str) -> None:
         with fh.rows.generating(requests):
             model.generate(ids, **options)
         assert [each.positions(name) for each in requests] == [[*range(6)], [*range(8)]]
+
+
+@pytest.fixture(scope="module")
+def rwkv() -> Any:
+    sizes = {**SMALL, "attention_hidden_size": 32, "context_length": 64}
+    del sizes["num_attention_heads"]
+    torch.manual_seed(0)
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+    return model.eval().requires_grad_(False)
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("at", "right"),
+    [("last_prompt", [5]), ("generated", [6, 7, 8, 9]), (slice(None), [*range(10)]), (7, [7])],
+)
+def test_states_that_are_written_in_place_are_a_sequence(
+    rwkv: Any, at: Any, right: list[int]
+) -> None:
+    name = "rwkv.blocks.1.ln1"
+    with fh.Plan(fh.keep(name, at=at)).prepare(rwkv) as prepared, prepared.open() as request:
+        text = rwkv.generate(prompt(6), **GREEDY)
+    assert request.positions(name) == right
+    with fh.capture(rwkv, name) as whole:
+        rwkv(text, use_cache=False)
+    torch.testing.assert_close(request.acts[name], whole[name][0, right])
+
+
+def test_a_copy_of_states_that_no_call_returned_is_refused(rwkv: Any) -> None:
+    name = "rwkv.blocks.1.ln1"
+    plan = fh.Plan(fh.keep(name, at="generated"))
+    with plan.prepare(rwkv) as prepared, prepared.open() as request:
+        state = rwkv(prompt(5), use_cache=True).state
+        rwkv(prompt(1), state=state, use_cache=True)
+        assert request.positions(name) == [5]
+        with pytest.raises(fh.HookError, match=r"state.* do not tell how many tokens came before"):
+            rwkv(prompt(1), state=copy.deepcopy(state))
 
 
 def encoder_decoder(kind: str) -> tuple[Any, str, str, int | None]:

@@ -225,7 +225,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         slice: see `capture`.
         copy: see `capture`.
         calls: see `capture`.
-        grads: see `capture`.
+        grads: see `capture`; without `at`.
         max_bytes: see `capture`; for each request.
         stop: see `capture`.
 
@@ -233,6 +233,12 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         HookTypeError, ValueError, RuntimeError: as `capture` does.
     """
     check_at(at)
+    if at is not None and grads:
+        msg = (
+            "a gradient arrives at whole tensors, and none at the tokens that at= takes out of "
+            "them: keep the gradient without at=, and take its tokens"
+        )
+        raise HookTypeError(msg)
     expect(label, str | None, "label is a str")
     if label is not None:
         check_encodes(label, "label")

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _TOKENS: Final = ("input_ids", "inputs_embeds")
 _DECODER: Final = "decoder_"
 """Prefix of the names of a decoder's tokens, in a module with an encoder too."""
-_CACHES: Final = ("cache", "past_key_values", "cache_params")
-"""Names of the KV cache: from transformers 5.24 on, and before."""
+_CACHES: Final = ("cache", "past_key_values", "cache_params", "state")
+"""Names of the KV cache: from transformers 5.24 on, and before; of RWKV's states."""
 _GENERATE: Final = "transformers.generation.utils"
 _CALLBACKS: Final = frozenset(
     {"transformers.generation.logits_process", "transformers.generation.stopping_criteria"}
@@ -233,7 +233,7 @@ class _Generation(NamedTuple):
     beams: bool
     """True if rows change hands between its calls."""
     number: int
-    """Of its sequences, if they have no cache."""
+    """Of its sequences, if they have no cache, or one that drafts are run with too."""
     has_run: bool = False
     """True if this is not its first call of the model."""
 
@@ -272,10 +272,12 @@ class Sequences:
         """Sequences by their cache and generations by their configuration: by address."""
 
     def _get(self, key: Any) -> Any:
+        key = _lasting(key)
         known = self._known.get(id(key))
         return None if known is None or known[0]() is not key else known[1]
 
     def _put(self, key: Any, value: Any) -> None:
+        key = _lasting(key)
         address, known = id(key), self._known
         with contextlib.suppress(TypeError):  # a tuple: nothing can be kept with it
             known[address] = (weakref.ref(key, lambda _: known.pop(address, None)), value)
@@ -457,6 +459,9 @@ def _number_of(
     """Returns the number of the sequences that a call goes on with, or that of new ones."""
     if generation is not None and generation.beams:
         return next(_NUMBERS)
+    # A model may draft for itself: what it then runs with the drafts takes the place of their rows.
+    if generation is not None and generation.drafts:
+        return generation.number
     if before is not None and past:
         return before.number
     # Without a cache all tokens of a generation run again.
@@ -474,6 +479,12 @@ def _counted(mask: Tensor) -> Tensor:
 def _has_states_alone(cache: Any) -> bool:
     """True for the cache of a state-space model, which has no keys and does not count."""
     return all(getattr(cache, "is_linear", None) or [False])
+
+
+def _lasting(cache: Any) -> Any:
+    """Returns what a cache is known by: of a list of states, written in place, the first one."""
+    states = isinstance(cache, tuple | list) and cache and isinstance(cache[0], Tensor)
+    return cache[0] if states else cache
 
 
 def _length_of(cache: Any) -> int | None:

@@ -172,7 +172,10 @@ impl Logged {
         let (what, instead) = if left {
             ("scope whose hooks ran in it was left", "inside the scope")
         } else {
-            ("hook that ran in it was removed", "before it is removed")
+            (
+                "hook that ran in it was removed, or its batch was left",
+                "before that",
+            )
         };
         format!(
             "backward() repeats a checkpointed forward, and a {what}: without {label} the gradient \

@@ -80,7 +80,8 @@ impl HookHandle {
         failure_of(self.hook.enabled(), &self.failure)
     }
 
-    /// Number of the hook's calls that have returned or raised.
+    /// Number of the hook's calls that have returned or raised, those of a checkpointed forward that
+    /// backward repeats included.
     #[getter]
     fn calls(&self) -> u64 {
         self.hook.calls()
