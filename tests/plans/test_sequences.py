@@ -160,6 +160,42 @@ def test_the_prompt_of_an_assistant_is_that_of_the_model_it_assists(model: Any) 
     assert {*flat(found_in(assistant, text, calls))} == {*range(6)}
 
 
+@pytest.mark.parametrize("cut", [1, 3, 6])
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("generates", [False, True])
+def test_what_was_cut_out_of_a_cache_leaves_no_row(
+    model: Any, cut: int, length: int, generates: bool
+) -> None:
+    first, cache = prompt(8), transformers.DynamicCache(config=model.config)
+    plan = fh.Plan(fh.keep(LAYER, at=slice(None)))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(first[:, :5], past_key_values=cache)
+        model(first[:, 5:], past_key_values=cache)
+        cache.crop(-cut)
+        text = torch.cat([first[:, :-cut], prompt(length, seed=9)], 1)
+        if generates:
+            text = model.generate(text, past_key_values=cache, do_sample=False, max_new_tokens=2)
+            text = text[:, :-1]  # the last token has not run
+        else:
+            model(text[:, 8 - cut :], past_key_values=cache)
+    assert request.positions(LAYER) == [*range(text.shape[1])]
+    states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states[1]
+    torch.testing.assert_close(request.acts[LAYER], states[0])
+
+
+def test_rows_of_a_cache_that_was_cut_back_at_several_positions_are_of_the_last_call(
+    model: Any,
+) -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask, cache = (ids > 0).long(), transformers.DynamicCache(config=model.config)
+    plan = fh.Plan(fh.keep(LAYER, at=slice(None)))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.crop(-1)
+        model(torch.tensor([[3], [4]]), attention_mask=mask, past_key_values=cache)
+    assert request.positions(LAYER) == [2, 4]
+
+
 def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
     prefix, cache = prompt(4), transformers.DynamicCache(config=model.config)
     model(prefix, past_key_values=cache)

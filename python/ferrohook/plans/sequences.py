@@ -259,8 +259,8 @@ class Sequences:
     Args:
         prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
             caller did not tell.
-        accept: called after each step of a generation with drafts, with the number of tokens that
-            are no rejected drafts and have run.
+        accept: called with the number of tokens that have run and stay: after each step of a
+            generation with drafts, and where a cache was cut back.
     """
 
     def __init__(
@@ -312,6 +312,9 @@ class Sequences:
             # Not if the cache was cut back into its prompt.
             prompt = before.prompt if past >= before.prompt[1] else None
         number = _number_of(call, past, before, generation)
+        drafts = generation is not None and generation.drafts
+        if before is not None and past and past < before.seen and not drafts:
+            number = self._cut_back(positions, number)
         after = None if past is None else _Sequence(prompt, past + call.length, ends, number)
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
@@ -321,6 +324,19 @@ class Sequences:
         else:
             lengths = None if prompt is None else prompt[0]
         return Tokens(positions, self._lengths(call, lengths), after, number)
+
+    def _cut_back(self, positions: Tensor, number: int) -> int:
+        """Takes back the rows of tokens that were cut out of a cache; returns the new number.
+
+        Args:
+            positions: of the tokens that run behind the cut.
+            number: of the sequences before it.
+        """
+        starts = positions[:, 0].unique().tolist()
+        if self._accept is None or len(starts) > 1:
+            return next(_NUMBERS)  # no row of before is part of its value any more
+        self._accept(*starts)
+        return number
 
     def note(self, tokens: Tokens, output: Any) -> None:
         """Takes note of the KV cache that a call made itself, by its output."""
