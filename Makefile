@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test nightly quantities lint bench figures plots load loom vllm sglang cuda fake-cuda release workflow docs build format clean rivals
+.PHONY: help demo service test nightly quantities mutants lint bench figures plots load loom vllm sglang cuda fake-cuda release workflow docs build format clean rivals
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -34,6 +34,7 @@ NEEDS_instrumentation := oracle
 NEEDS_plans := service
 NEEDS_plot := show
 NEEDS_profiling := show
+NEEDS_project := mutants
 NEEDS_rows := oracle
 NEEDS_scopes := service
 NEEDS_service := service
@@ -52,6 +53,11 @@ nightly: build $(VENV)/test $(VENV)/release ## Every lane whole, one table for t
 
 quantities: build $(VENV)/test $(VENV)/models ## Quantities of all language models of transformers, against their golden file
 	$(PYTEST) --whole tests/quantity/test_zoo.py
+
+mutants: build $(needs) $(VENV)/mutants ## Share of mutants that the tests catch, of a sample; ONLY=rust/py/src/rows, PART=1/20, MINUTES=60
+	command -v cargo-mutants > /dev/null || cargo install --quiet --locked cargo-mutants
+	$(BIN)/python script/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(PART),--part $(PART)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ROOM),--room) $(if $(RECORD),--record)
 
 fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
 	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
@@ -128,6 +134,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # Stamp file of an installed dependency group.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/mutants $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -14,30 +13,21 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ferrohook as fh
+from support.scripts import ROOT, script
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 yaml: Any = pytest.importorskip("yaml")
-
-ROOT = Path(__file__).parents[2]
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-def script(name: str) -> Any:
-    """Imports a script of the checkout."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "script" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def locked_pyo3() -> str:
