@@ -396,7 +396,6 @@ def main(arguments: list[str] | None = None) -> None:
     results = {key: Result(*each) for key, each in kept["results"].items()}
     baselines = kept.setdefault("baselines", {})
     runner = Runner(options.workers, baselines)
-    console = Console(markup=False, highlight=False)
 
     todo = [
         each
@@ -407,15 +406,15 @@ def main(arguments: list[str] | None = None) -> None:
         if monotonic() > end:
             break
         results[mutant.key] = result = runner.result(mutant, rest=not options.room)
-        console.print(f"{result.outcome} {mutant.key}  {result.by} {result.seconds} s")
+        print(f"{result.outcome} {mutant.key}  {result.by} {result.seconds} s", flush=True)
         text = json.dumps({"drawn": drawn, "results": results, "baselines": baselines}, indent=1)
         file.write_text(text + "\n")
 
     counts = scores(drawn, results)
-    console.print(table_of(commit, counts))
+    Console().print(table_of(commit, counts))
     survived = [key for key, each in results.items() if each.outcome in {"survived", "open"}]
     for key in survived:
-        console.print(f"{results[key].outcome} {key}")
+        print(f"{results[key].outcome} {key}")
     if options.record:
         record = {"commit": commit, "seed": SEED, "folders": counts, "survived": survived}
         RECORD.write_text(json.dumps(record, indent=2) + "\n")

@@ -57,20 +57,29 @@ def scaled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 0.5
 
 
-def test_a_hook_stands_in_the_graph_and_comes_and_goes(llama: Any) -> None:
+def test_a_hook_of_each_point_stands_in_the_graph(llama: Any) -> None:
+    graphs, reached = Graphs(llama), eager(llama)
+    with contextlib.ExitStack() as stack:
+        for point in points(llama).all:
+            stack.enter_context(fh.register(point, "", scaled))
+            before, reached = reached, eager(llama)
+            assert not torch.equal(reached, before), point.name
+        torch.testing.assert_close(graphs(), reached)
+
+
+def test_a_hook_comes_and_goes(llama: Any) -> None:
     graphs, plain = Graphs(llama), eager(llama)
     assert torch.equal(graphs(), plain)  # traced before there were points
-    for point in points(llama).all:
-        with fh.register(point, "", scaled) as handles:
-            expected = eager(llama)
-            assert not torch.equal(expected, plain), point.name
-            torch.testing.assert_close(graphs(), expected)
-            count = graphs.count
-            torch.testing.assert_close(graphs(), expected)
-            assert graphs.count == count
-            handles.disable()
-            torch.testing.assert_close(graphs(), plain)
-        assert torch.equal(graphs(), plain)
+    with fh.register(points(llama).z, "", scaled) as handles:
+        expected = eager(llama)
+        assert not torch.equal(expected, plain)
+        torch.testing.assert_close(graphs(), expected)
+        count = graphs.count
+        torch.testing.assert_close(graphs(), expected)
+        assert graphs.count == count
+        handles.disable()
+        torch.testing.assert_close(graphs(), plain)
+    assert torch.equal(graphs(), plain)
 
 
 def test_a_graph_of_an_instrumented_model_is_traced_anew_for_a_point(llama: Any) -> None:

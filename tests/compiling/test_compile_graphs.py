@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import ferrohook as fh
-from support.compiling import compiles
+from support.compiling import BACKENDS, compiles
 from support.numbers import close
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def layered() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(LAYERS)))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inputs", [False, True])
 def test_captures_of_modules_captured_before_share_one_graph(backend: str, inputs: bool) -> None:
     model, x = layered(), torch.randn(3, 4)

@@ -15,6 +15,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook._core import frames
 from ferrohook.hook_info import hooks_of
+from support.amounts import amount
 from support.hooks import ignore
 from support.internals import find_registry, instrumented
 from support.limits import LIMIT
@@ -23,7 +24,7 @@ from support.modules import LAYERS, Chain
 from support.threads import THREADS, in_thread, in_threads, run_together
 
 PLANS = 50
-OPENINGS = 10_000
+OPENINGS = amount(2_000, whole=10_000)
 """Openings of each thread."""
 
 

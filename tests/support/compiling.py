@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from support import amounts
+
+BACKENDS = ["eager", "inductor" if amounts.everything else "aot_eager"]
+"""Backends of tests that compile often: Inductor takes seconds for a kernel that is not cached."""
+
 compiles = [
     pytest.mark.filterwarnings("ignore"),  # Dynamo and Inductor warn about themselves
     pytest.mark.usefixtures("fresh_dynamo"),

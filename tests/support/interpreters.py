@@ -20,11 +20,15 @@ import gc, os, sys, threading, time, warnings, weakref
 # Importing torch takes seconds: one template interpreter imports it, the others are forked from it.
 _TEMPLATE = f"""
 {IMPORTS}
-import json
+import atexit, json
 import torch
 from torch import nn
 import ferrohook as fh
 fh.HookedModule
+# A collection of what was imported takes half a second; extensions look for leaks at exit.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
 while True:
     request = sys.stdin.readline()
     if not request:
