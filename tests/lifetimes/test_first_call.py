@@ -163,13 +163,21 @@ littering = False
     assert_ends_well(run_with_torch(code))
 
 
-@pytest.mark.parametrize("moment", range(6))
-def test_a_fork_during_the_first_registering_of_another_thread_ends(moment: int) -> None:
-    code = f"""
+def test_a_fork_during_the_first_registering_of_another_thread_ends() -> None:
+    # A child for each moment: importing torch takes seconds, and none has registered before.
+    code = """
 import faulthandler
 import torch
 from torch import nn
 import ferrohook as fh
+warnings.simplefilter("ignore")  # forks of a process with numpy's threads
+for moment in range(6):
+    if not (child := os.fork()):
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, (moment, status)
+else:
+    sys.exit()
 model, begun = nn.Sequential(nn.ReLU(), nn.ReLU()), threading.Event()
 
 def register():
@@ -179,9 +187,8 @@ def register():
 thread = threading.Thread(target=register)
 thread.start()
 begun.wait()
-time.sleep({moment} * 0.02)  # a moment within the import, or after it
-with warnings.catch_warnings(action="ignore"):
-    child = os.fork()
+time.sleep(moment * 0.02)  # a moment within the import, or after it
+child = os.fork()
 if not child:
     faulthandler.dump_traceback_later(20, exit=True)
     fh.register(model, "1", lambda *_: None)
