@@ -107,6 +107,14 @@ def test_a_request_that_generates_has_the_tokens_of_all_steps(  # noqa: PLR0913,
             assert torch.equal(member.acts[NAME], request.acts[NAME])
 
 
+def test_many_calls_are_put_together_once(model: Any) -> None:
+    with fh.Plan(fh.keep(NAME, at="generated")).prepare(model) as prepared:
+        with prepared.open() as request:
+            generate(model, IDS, MASK)
+        first = request.acts[NAME]
+        assert request.acts[NAME].data_ptr() == first.data_ptr()
+
+
 def test_another_generation_takes_the_place_of_the_last_one(model: Any) -> None:
     with fh.Plan(fh.keep(NAME, at="generated")).prepare(model) as prepared:
         with prepared.open() as request:
