@@ -132,7 +132,8 @@ def rust_mutants() -> Iterator[tuple[str, Mutant]]:
     for each in json.loads(output_of(command, tree=TREE)):
         file = each["file"]
         what = re.sub(r"^\S+:\d+:\d+: ", "", each["name"])
-        if file != "rust/py/src/tests.rs":
+        # cargo-mutants takes PyResult for a type of its own: none of its values would compile.
+        if file != "rust/py/src/tests.rs" and "with PyResult::" not in what:
             yield f"{file} {what}", Mutant(file, each["span"]["start"]["line"], what, each["diff"])
 
 

@@ -115,10 +115,13 @@ def test_many_calls_are_put_together_once(model: Any) -> None:
         assert request.acts[NAME].data_ptr() == first.data_ptr()
 
 
-def test_another_generation_takes_the_place_of_the_last_one(model: Any) -> None:
+@pytest.mark.parametrize("read", [False, True])
+def test_another_generation_takes_the_place_of_the_last_one(model: Any, read: bool) -> None:
     with fh.Plan(fh.keep(NAME, at="generated")).prepare(model) as prepared:
         with prepared.open() as request:
             generate(model, IDS, MASK)
+            if read:  # puts its calls together, which are counted all the same
+                assert len(request.acts[NAME]) == 2 * (NEW - 1)
             texts = generate(model, IDS[1:], MASK[1:])
             check(request, model, texts, LENGTHS[1:], ATS["generated"][1])
         assert "last 3 of 6" in str(request.acts)  # the prompts have no such tokens
