@@ -413,7 +413,9 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         };
         let of_inputs = of_inputs.as_ref().filter(|layout| !layout.has_matrices());
         let describe = |entry: &Entry<Hook>| self.describe(entry);
-        let mut value = Value::new(output, Some(&before), self.layout, self.batch, &describe)?;
+        let beside = Some(&before);
+        let value = Value::new(output, beside, self.layout, self.batch, &describe)?;
+        let mut value = value.with(of_inputs);
         let covered = value::covered(output, self.layout)?;
         for (number, entries) in members {
             let tokens = self.tokens(number);
@@ -429,13 +431,17 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 }
                 let mut narrowed = value.begin(number, entries, &needs)?;
                 let own = value.narrow(&mut narrowed, output)?;
+                let mut inputs = None;
                 let arguments = match of_inputs {
                     _ if !needs.python => before.clone(),
                     None => value.narrow(&mut narrowed, &before)?,
                     Some(layout) => {
-                        let mut inputs = Value::new(&before, None, layout, self.batch, &describe)?;
-                        let mut narrowed = inputs.begin(number, entries, &needs)?;
-                        inputs.narrow(&mut narrowed, &before)?
+                        let value = Value::new(output, beside, layout, self.batch, &describe)?;
+                        let mut value = value.with(Some(self.layout));
+                        let mut narrowed = value.begin(number, entries, &needs)?;
+                        let arguments = value.narrow(&mut narrowed, &before)?;
+                        inputs = Some((value, narrowed));
+                        arguments
                     }
                 };
                 let mut call = self.of_member(number, &arguments, &tokens)?;
@@ -443,10 +449,16 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 let result = call.forward_seen(hooks, own, |next, returned| {
                     if let (NextHook::Own(hook), Ok(())) = (next, &noted) {
                         noted = narrowed.note(hook.entry, returned.cloned());
+                        if let (Some((_, narrowed)), Ok(())) = (&mut inputs, &noted) {
+                            noted = narrowed.note(hook.entry, None);
+                        }
                     }
                 })?;
                 noted?;
                 self.fail_again(number)?;
+                if let Some((value, narrowed)) = &inputs {
+                    value.take_arguments(narrowed)?;
+                }
                 value.take(&narrowed, &result)
             };
             if let Err(error) = run() {

@@ -20,6 +20,8 @@ struct Group<'py> {
     within: bool,
     /// None if the rows of these tensors are in no blocks of the memory.
     blocks: Option<Blocks<'py>>,
+    /// True if copies of rows share no memory where these tensors do.
+    apart: bool,
 }
 
 /// Memory of tensors in which each row of the batch has a block of its own.
@@ -69,10 +71,12 @@ impl Form {
 }
 
 impl<'py> Shared<'py> {
-    /// Finds those of some structures; `grad`: copies of them are part of a graph.
+    /// Finds those of some structures; `other`: layout of tensors whose rows are copied elsewhere;
+    /// `grad`: copies of them are part of a graph.
     pub fn among<'a>(
         structures: impl Iterator<Item = &'a Bound<'py, PyAny>>,
         layout: &Layout,
+        other: Option<&Layout>,
         grad: bool,
     ) -> PyResult<Self>
     where
@@ -99,20 +103,24 @@ impl<'py> Shared<'py> {
         }
         let mut groups = Vec::new();
         for (_, tensors, within) in found {
-            let (mut having, mut whole) = (Vec::new(), true);
+            let (mut having, mut whole, mut elsewhere) = (Vec::new(), true, false);
             for tensor in &tensors {
                 if layout.covers(tensor)? {
                     having.push(tensor.clone());
                     whole &= !is_expanded(tensor)?;
+                } else if let Some(other) = other {
+                    elsewhere |= other.covers(tensor)?;
                 }
             }
             // Alone, with an argument that is the output itself, it has nothing to share with others.
             if tensors.len() < 2 && within {
                 continue;
             }
+            let blocks = Blocks::of(&having, layout, grad)?;
             groups.push(Group {
                 within: within && whole && having.len() == tensors.len(),
-                blocks: Blocks::of(&having, layout, grad)?,
+                apart: elsewhere || (having.len() > 1 && blocks.is_none()),
+                blocks,
                 tensors: having,
             });
         }
@@ -130,10 +138,14 @@ impl<'py> Shared<'py> {
         self.group(tensor).is_none_or(|(_, group)| group.within)
     }
 
+    /// True if a write to a copy of its rows shows in no copy of another tensor.
+    pub fn is_lone(&self, tensor: &Bound<'py, PyAny>) -> bool {
+        self.group(tensor).is_none_or(|(_, group)| group.apart)
+    }
+
     /// True if copies of its rows share no memory where it does.
     pub fn apart(&self, tensor: &Bound<'py, PyAny>) -> bool {
-        let apart = |group: &Group<'py>| group.tensors.len() > 1 && group.blocks.is_none();
-        self.group(tensor).is_some_and(|(_, group)| apart(group))
+        self.group(tensor).is_some_and(|(_, group)| group.apart)
     }
 
     /// Copies rows of a tensor. Those of tensors that share memory are in one copy of it.

@@ -7,6 +7,7 @@ use ferrohook_core::Entry;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use rustc_hash::FxHashSet;
 
 use crate::call::Call;
 use crate::call::stop::Stop;
@@ -132,6 +133,8 @@ pub struct Value<'a, 'py> {
     /// Arguments of the call, which forward hooks get beside the output.
     beside: Option<&'a Bound<'py, PyAny>>,
     layout: &'a Layout,
+    /// Layout of the tensors that hooks get from elsewhere in the same call.
+    other: Option<&'a Layout>,
     batch: &'a BatchBase,
     describe: &'a dyn Fn(&Entry<Hook>) -> String,
     grad: bool,
@@ -152,12 +155,19 @@ impl<'a, 'py> Value<'a, 'py> {
             whole,
             beside,
             layout,
+            other: None,
             batch,
             describe,
             grad: torch::is_grad_enabled(whole.py())?,
             shared: None,
             changes: Vec::new(),
         })
+    }
+
+    /// As it is, for hooks that get tensors of another layout too.
+    pub const fn with(mut self, other: Option<&'a Layout>) -> Self {
+        self.other = other;
+        self
     }
 
     /// Makes the error for a value without a tensor that has the rows.
@@ -210,7 +220,7 @@ impl<'a, 'py> Value<'a, 'py> {
         let copies = rows.copies() || kept || (needs.python && self.grad);
         if copies && needs.python && self.shared.is_none() {
             let both = [Some(self.whole), self.beside].into_iter().flatten();
-            self.shared = Some(Shared::among(both, self.layout, self.grad)?);
+            self.shared = Some(Shared::among(both, self.layout, self.other, self.grad)?);
         }
         Ok(Narrowed {
             member,
@@ -363,6 +373,11 @@ impl<'a, 'py> Value<'a, 'py> {
         }
     }
 
+    /// Takes what a member wrote in place to the arguments of a call whose output it took already.
+    pub fn take_arguments(&self, narrowed: &Narrowed<'a, 'py>) -> PyResult<()> {
+        self.take_written(narrowed, &mut [])
+    }
+
     /// Writes what a member wrote to copies of its rows where it would have written alone; or, for a
     /// tensor that nobody else can see yet, has it replaced.
     fn take_written(
@@ -373,9 +388,12 @@ impl<'a, 'py> Value<'a, 'py> {
         let wrote = narrowed.wrote();
         let mut written = Vec::new();
         for given in &narrowed.given {
-            // Where one is expanded, another with its memory was written, or none.
-            if given.copied && given.written()? && !is_expanded(&given.whole)? {
-                written.push(given);
+            // Where one of several with its memory is expanded, another was written, or none.
+            let shared = self.shared.as_ref();
+            let lone = shared.is_none_or(|it| it.is_lone(&given.whole));
+            let expanded = given.copied && is_expanded(&given.whole)?;
+            if given.copied && given.written()? && (lone || !expanded) {
+                written.push((given, expanded));
             } else if !given.narrowed && given.version.is_some() && given.written()? {
                 return Err(self.error(
                     wrote,
@@ -383,7 +401,7 @@ impl<'a, 'py> Value<'a, 'py> {
                 ));
             }
         }
-        for given in written {
+        for (given, expanded) in written {
             let apart = self
                 .shared
                 .as_ref()
@@ -399,7 +417,7 @@ impl<'a, 'py> Value<'a, 'py> {
                 ));
             }
             let mut replaced = !self.batch.runs_python();
-            if !replaced && self.grad {
+            if !replaced && (self.grad || expanded) {
                 replaced = self.beside.is_some() && self.is_fresh(&given.whole)?;
             }
             if !replaced {
@@ -408,9 +426,11 @@ impl<'a, 'py> Value<'a, 'py> {
             }
             let (mut at, mut found) = (0, false);
             for_each_tensor(self.whole, &mut |tensor| {
-                if tensor.is(&given.whole) {
+                if tensor.is(&given.whole)
+                    && let Some(changed) = changed.get_mut(at)
+                {
                     found = true;
-                    changed[at].get_or_insert_with(|| given.tensor.clone());
+                    changed.get_or_insert_with(|| given.tensor.clone());
                 }
                 at += 1;
                 Ok(())
@@ -451,7 +471,7 @@ impl<'a, 'py> Value<'a, 'py> {
         narrowed: &Narrowed<'a, 'py>,
         wrote: &Entry<Hook>,
     ) -> PyResult<()> {
-        if self.grad && is_saved(&given.whole)? {
+        if self.grad && (is_saved(&given.whole)? || self.is_saved_inside(&given.whole)?) {
             return Err(self.error(
                 wrote,
                 "writes in place to a tensor that autograd has saved for its backward: return the \
@@ -462,6 +482,40 @@ impl<'a, 'py> Value<'a, 'py> {
             .rows
             .write(&given.whole, self.layout.dim, &given.tensor);
         written.inspect_err(|error| self.note(wrote, error))
+    }
+
+    /// True if an operation of the module, between its arguments and its output, has saved a tensor
+    /// for its backward.
+    fn is_saved_inside(&self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
+        let Some(arguments) = self.beside else {
+            return Ok(false);
+        };
+        let py = tensor.py();
+        let nodes_of = |structure| {
+            let mut nodes = Vec::new();
+            for_each_tensor(structure, &mut |tensor| {
+                nodes.push(tensor.getattr(intern!(py, "grad_fn"))?);
+                Ok(())
+            })?;
+            PyResult::Ok(nodes)
+        };
+        // Kept, so that no other node gets the address of one.
+        let mut seen = nodes_of(arguments)?;
+        let mut addresses: FxHashSet<usize> = seen.iter().map(|it| it.as_ptr() as usize).collect();
+        let mut left = nodes_of(self.whole)?;
+        while let Some(node) = left.pop() {
+            if node.is_none() || !addresses.insert(node.as_ptr() as usize) {
+                continue;
+            }
+            if saves(&node, tensor)? {
+                return Ok(true);
+            }
+            for next in node.getattr(intern!(py, "next_functions"))?.try_iter()? {
+                left.push(next?.get_item(0)?);
+            }
+            seen.push(node);
+        }
+        Ok(false)
     }
 
     /// Adds to an error which hook it is of.
