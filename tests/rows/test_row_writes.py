@@ -176,22 +176,44 @@ def test_a_write_is_that_of_the_request_alone(form: str, output: str, mode: str)
                         torch.testing.assert_close(got, right)
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "grad"])
+@pytest.mark.parametrize("mode", ["no_grad", "grad", "inference"])
 @pytest.mark.parametrize("form", ["slices", "lists"])
-def test_a_write_to_what_all_rows_share_fails_its_request(form: str, mode: str) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_write_to_what_all_rows_share_reaches_nobody_else(
+    form: str, mode: str, *, raises: bool
+) -> None:
     table = torch.arange(9.0).reshape(3, 3)
     model = Part(lambda x: (x * 2, table))
+    seen = []
 
     def guilty(_m: object, _a: object, out: Any) -> None:
-        out[1].mul_(1.0)
+        out[1].mul_(2.0)
+        if raises:
+            raise ValueError
 
-    with MODES[mode](), fh.Plan(fh.on("", guilty)).prepare(model) as plan:
-        request = plan.open()
-        with fh.batch({request: FORMS[form][0]}, size=SIZE):
-            model(torch.ones(SIZE, WIDTH))
-        assert isinstance(request.error, fh.RowsError)
-        assert "guilty" in str(request.error)
-        assert "no rows of the batch" in str(request.error)
+    def reader(_m: object, _a: object, out: Any) -> None:
+        seen.append(out[1].clone())
+
+    with (
+        MODES[mode](),
+        fh.Plan(fh.on("", guilty)).prepare(model) as plan,
+        fh.Plan(fh.on("", reader)).prepare(model) as reading,
+    ):
+        request, other = plan.open(), reading.open()
+        first, second = FORMS[form][:2]
+        with fh.batch({request: first, other: second}, size=SIZE):
+            out = model(torch.ones(SIZE, WIDTH))
+        if raises:
+            assert isinstance(request.error, ValueError)
+        else:
+            assert isinstance(request.error, fh.RowsError)
+            assert "guilty" in str(request.error)
+            assert "no rows of the batch" in str(request.error)
+        assert other.error is None
+        assert out[1] is table
+        for each in (table, *seen):
+            assert torch.equal(each, torch.arange(9.0).reshape(3, 3))
+        assert len(seen) == 1
 
 
 def test_memory_that_copies_cannot_share_is_refused() -> None:

@@ -56,6 +56,13 @@ struct Given<'py> {
     version: Option<i64>,
 }
 
+/// Copy of a tensor that all rows share, for hooks that run Python.
+struct Lent<'py> {
+    whole: Bound<'py, PyAny>,
+    copy: Bound<'py, PyAny>,
+    version: Option<i64>,
+}
+
 impl Given<'_> {
     /// True if it was written in place, or if nothing tells.
     fn written(&self) -> PyResult<bool> {
@@ -140,6 +147,7 @@ pub struct Value<'a, 'py> {
     grad: bool,
     /// Tensors that share memory, once they are needed.
     shared: Option<Shared<'py>>,
+    lent: Vec<Lent<'py>>,
     changes: Vec<Vec<Changed<'a, 'py>>>,
 }
 
@@ -160,6 +168,7 @@ impl<'a, 'py> Value<'a, 'py> {
             describe,
             grad: torch::is_grad_enabled(whole.py())?,
             shared: None,
+            lent: Vec::new(),
             changes: Vec::new(),
         })
     }
@@ -240,7 +249,7 @@ impl<'a, 'py> Value<'a, 'py> {
 
     /// Narrows the tensors of a structure that have the rows to those of a member.
     pub fn narrow(
-        &self,
+        &mut self,
         narrowed: &mut Narrowed<'a, 'py>,
         structure: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
@@ -256,8 +265,26 @@ impl<'a, 'py> Value<'a, 'py> {
         })
     }
 
+    /// Returns a copy of a tensor that all rows share: a member that writes to it changes it for no other.
+    fn lend(&mut self, whole: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(at) = self.lent.iter().position(|lent| lent.whole.is(whole)) {
+            let lent = &self.lent[at];
+            if lent.version.is_some() && version_if_any(&lent.copy)? == lent.version {
+                return Ok(lent.copy.clone());
+            }
+            self.lent.swap_remove(at);
+        }
+        let copy = whole.call_method0(intern!(whole.py(), "clone"))?;
+        self.lent.push(Lent {
+            whole: whole.clone(),
+            copy: copy.clone(),
+            version: version_if_any(&copy)?,
+        });
+        Ok(copy)
+    }
+
     fn given(
-        &self,
+        &mut self,
         narrowed: &mut Narrowed<'a, 'py>,
         whole: &Bound<'py, PyAny>,
     ) -> PyResult<Given<'py>> {
@@ -266,6 +293,7 @@ impl<'a, 'py> Value<'a, 'py> {
         // Rows of a subclass need not be a view.
         let copied = has_rows && (narrowed.copies || !Facts::is_plain(whole)?);
         let tensor = match (&self.shared, has_rows) {
+            (_, false) if narrowed.python => self.lend(whole)?,
             (_, false) => whole.clone(),
             (Some(shared), _) if narrowed.copies => {
                 shared.copy(&mut narrowed.blocks, whole, rows, dim)?
@@ -344,7 +372,7 @@ impl<'a, 'py> Value<'a, 'py> {
             let Some(given) = narrowed.of_whole(whole) else {
                 return Ok(());
             };
-            let same = new.is(&given.tensor);
+            let same = new.is(&given.tensor) || (!given.narrowed && new.is(whole));
             if !same && !given.narrowed {
                 wrong.get_or_insert("replaces a tensor that has no rows of the batch".to_owned());
             } else if !same && let Some(differs) = difference(&given.tensor, new)? {
@@ -394,7 +422,7 @@ impl<'a, 'py> Value<'a, 'py> {
             let expanded = given.copied && is_expanded(&given.whole)?;
             if given.copied && given.written()? && (lone || !expanded) {
                 written.push((given, expanded));
-            } else if !given.narrowed && given.version.is_some() && given.written()? {
+            } else if !given.narrowed && self.wrote_shared(given)? {
                 return Err(self.error(
                     wrote,
                     "writes in place to a tensor that has no rows of the batch",
@@ -444,6 +472,16 @@ impl<'a, 'py> Value<'a, 'py> {
             }
         }
         Ok(())
+    }
+
+    /// True if a tensor that all rows share was written in place.
+    fn wrote_shared(&self, given: &Given<'py>) -> PyResult<bool> {
+        if given.version.is_some() || given.tensor.is(&given.whole) {
+            return Ok(given.version.is_some() && given.written()?);
+        }
+        let equal = intern!(given.whole.py(), "equal");
+        let same = given.whole.call_method1(equal, (&given.tensor,))?;
+        Ok(!same.is_truthy()?)
     }
 
     /// True if a copy of rows equals them.
