@@ -68,6 +68,16 @@ impl Given<'_> {
     fn written(&self) -> PyResult<bool> {
         Ok(self.version.is_none() || version_if_any(&self.tensor)? != self.version)
     }
+
+    /// As [`Self::written`], of a tensor that all rows share.
+    fn shared_written(&self) -> PyResult<bool> {
+        if self.version.is_some() || self.tensor.is(&self.whole) {
+            return Ok(self.version.is_some() && self.written()?);
+        }
+        let equal = intern!(self.whole.py(), "equal");
+        let same = self.whole.call_method1(equal, (&self.tensor,))?;
+        Ok(!same.is_truthy()?)
+    }
 }
 
 /// Who changed what the hooks of a member got: for errors.
@@ -422,7 +432,7 @@ impl<'a, 'py> Value<'a, 'py> {
             let expanded = given.copied && is_expanded(&given.whole)?;
             if given.copied && given.written()? && (lone || !expanded) {
                 written.push((given, expanded));
-            } else if !given.narrowed && self.wrote_shared(given)? {
+            } else if !given.narrowed && given.shared_written()? {
                 return Err(self.error(
                     wrote,
                     "writes in place to a tensor that has no rows of the batch",
@@ -472,16 +482,6 @@ impl<'a, 'py> Value<'a, 'py> {
             }
         }
         Ok(())
-    }
-
-    /// True if a tensor that all rows share was written in place.
-    fn wrote_shared(&self, given: &Given<'py>) -> PyResult<bool> {
-        if given.version.is_some() || given.tensor.is(&given.whole) {
-            return Ok(given.version.is_some() && given.written()?);
-        }
-        let equal = intern!(given.whole.py(), "equal");
-        let same = given.whole.call_method1(equal, (&given.tensor,))?;
-        Ok(!same.is_truthy()?)
     }
 
     /// True if a copy of rows equals them.
