@@ -25,6 +25,7 @@ BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
 # gloo's abort a process now and then, with plain PyTorch too.
 BY_RANKS = """
 import torch._dynamo, torch.distributed.fsdp
+os.chdir({folder!r})
 os.environ.update({torchrun})
 ranks = []
 for rank in range(int(os.environ["WORLD_SIZE"])):
@@ -209,7 +210,7 @@ def test_page_runs_on_several_processes(page: Path) -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{PROCESSES}"}
-    done = run_with_torch(BY_RANKS.format(torchrun=torchrun, code=code))
+    done = run_with_torch(BY_RANKS.format(torchrun=torchrun, folder=str(Path.cwd()), code=code))
     assert done.returncode == 0, done.stderr
 
 
