@@ -204,13 +204,13 @@ def test_pages_with_a_check_show_outputs_and_no_asserts(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
-def test_page_runs_on_several_processes(page: Path) -> None:
+def test_page_runs_on_several_processes(page: Path, tmp_path: Path) -> None:
     code = "\n".join(block.code for block in blocks(page))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{PROCESSES}"}
-    done = run_with_torch(BY_RANKS.format(torchrun=torchrun, folder=str(Path.cwd()), code=code))
+    done = run_with_torch(BY_RANKS.format(torchrun=torchrun, folder=str(tmp_path), code=code))
     assert done.returncode == 0, done.stderr
 
 
