@@ -34,8 +34,8 @@ from rich.progress import track
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.fingerprints import fingerprint
-from ferrohook.manifests import differences, manifest
+from ferrohook.data.fingerprints import fingerprint
+from ferrohook.data.manifests import differences, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,8 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic_core import to_json
 
 import ferrohook as fh
+from ferrohook.effects.interventions import INTERVENTIONS
 from ferrohook.service import BatcherClosedError, BatcherMetrics, ModelMetrics, deadline, list_hooks
-from ferrohook.steering import INTERVENTIONS
 
 from .encoder import MAX_TOKENS, UNUSED, RefusedError, ignore
 from .isolation import check
@@ -42,7 +42,7 @@ from .schema import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from ferrohook.hook_info import HookInfo
+    from ferrohook.attach.hook_info import HookInfo
 
     from .encoder import Encoder
 

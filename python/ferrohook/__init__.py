@@ -12,7 +12,7 @@ import re
 import threading
 from pathlib import Path
 
-from ferrohook.torch_version import refuse_old_torch as _refuse_old_torch
+from ferrohook.util.torch_version import refuse_old_torch as _refuse_old_torch
 
 _refuse_old_torch()
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import ferrohook as fh
 from ferrohook.data import LocalStore, MemoryStore, Store
-from ferrohook.data.folder import Folder
-from ferrohook.data.index import RunIndex
+from ferrohook.data.stores.folder import Folder
+from ferrohook.data.stores.index import RunIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ferrohook.fingerprints import fingerprint, fingerprints_of
-from ferrohook.manifests import differences, manifest
+from ferrohook.data.fingerprints import fingerprint, fingerprints_of
+from ferrohook.data.manifests import differences, manifest
 from support.interpreters import run_with_torch
 
 np = pytest.importorskip("numpy")
@@ -139,7 +139,7 @@ def test_objects_without_a_state_count_by_their_class() -> None:
 
 def test_fingerprints_are_those_of_another_process() -> None:
     code = """
-from ferrohook.fingerprints import fingerprint
+from ferrohook.data.fingerprints import fingerprint
 texts = {f"{number}" for number in range(99)}
 print([*texts])
 print(fingerprint([texts, {"x": torch.arange(50_000)}, "text", len]))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook import shards
+from ferrohook.captures import tensor_files
 from ferrohook.data import LocalStore, Store
 from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
@@ -245,7 +245,7 @@ def test_a_complete_batch_is_one_file_with_default_permissions(tmp_path: Path) -
     plain.touch()
     assert (tmp_path / "run" / names[0]).stat().st_mode == plain.stat().st_mode
     with pytest.raises(fh.HookError, match="has no activations"):
-        shards.load(tmp_path / "run" / names[0])
+        tensor_files.load(tmp_path / "run" / names[0])
 
 
 def test_tensors_may_share_memory(tmp_path: Path) -> None:
@@ -281,13 +281,13 @@ class SlowDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Semaphore(0)
         self.most = 0
-        write = shards.write
+        write = tensor_files.write
 
         def slow(*args: Any, **kwargs: Any) -> None:
             assert self.go.acquire(timeout=LIMIT)
             write(*args, **kwargs)
 
-        monkeypatch.setattr(shards, "write", slow)
+        monkeypatch.setattr(tensor_files, "write", slow)
 
 
 def test_a_slow_disk_blocks_put_and_loses_nothing(
@@ -445,14 +445,14 @@ def test_a_dropped_store_may_be_closed_on_its_writer_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten = threading.Event()
-    write = shards.write
+    write = tensor_files.write
 
     def collecting(*args: Any, **kwargs: Any) -> None:
         assert forgotten.wait(LIMIT)
         gc.collect()
         write(*args, **kwargs)
 
-    monkeypatch.setattr(shards, "write", collecting)
+    monkeypatch.setattr(tensor_files, "write", collecting)
     store = LocalStore(tmp_path, max_pending=16)
     fill(store, 0)
     store.put("run", 1, "layer", {"output": torch.ones(1)})  # exceeds `max_pending`

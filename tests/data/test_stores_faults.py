@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import ferrohook as fh
-from ferrohook.data import LocalStore, writer
+from ferrohook.data import LocalStore
+from ferrohook.data.stores import writer
 from support.stores import check, fill, forked, wait_for
 
 if TYPE_CHECKING:

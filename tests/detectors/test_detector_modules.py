@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook import reductions
+from ferrohook.attach.hook_info import find_registry, hooks_of
 from ferrohook.detectors import (
     CallCounter,
     LatencyDetector,
@@ -20,8 +20,8 @@ from ferrohook.detectors import (
     NonFiniteDetector,
     NormDetector,
     ShapeDetector,
+    reductions,
 )
-from ferrohook.hook_info import find_registry, hooks_of
 from support.modules import Returning
 from support.threads import in_threads
 

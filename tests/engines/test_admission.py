@@ -12,7 +12,7 @@ import torch
 
 import ferrohook as fh
 from ferrohook.engines.admission import Admission, check_salt, text_of
-from ferrohook.engines.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.options import EngineOptions
 
 WIDTH = 4

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.engines.modules import OBSERVED_ROWS, ModuleTable
-from ferrohook.engines.observing import observe
-from ferrohook.engines.proofs import Heads, look_at
+from ferrohook.engines.model.modules import OBSERVED_ROWS, ModuleTable
+from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.proofs import Heads, look_at
 from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)

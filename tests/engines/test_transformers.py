@@ -11,7 +11,8 @@ import torch
 transformers_package = pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines import transformers, transformers_steps
+from ferrohook.engines import transformers
+from ferrohook.engines.transformers import steps as transformers_steps
 from support.engines import (
     LAYERS,
     SIZES,

@@ -13,7 +13,7 @@ import ferrohook as fh
 from ferrohook.engines import capabilities
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.transformers import attach, generate_batch
-from ferrohook.engines.transformers_steps import ROWS
+from ferrohook.engines.transformers.steps import ROWS
 from support.engines import batching
 from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
 

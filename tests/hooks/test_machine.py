@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.hook_info import find_registry, hooks_of
+from ferrohook.attach.hook_info import find_registry, hooks_of
 from support.amounts import amount
 from support.hooks import TYPED
 from support.internals import registry_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable
 
-    from ferrohook.hook_info import HookInfo
+    from ferrohook.attach.hook_info import HookInfo
 
 PHASES = ("forward_pre", "forward", "backward_pre", "backward")
 ACTIONS = (

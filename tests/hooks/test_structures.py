@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import ferrohook as fh
-from ferrohook.fingerprints import fingerprint
+from ferrohook.data.fingerprints import fingerprint
 from support.compiling import compiled
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import frames
-from ferrohook.hook_info import hooks_of
+from ferrohook.attach.hook_info import hooks_of
 from support.amounts import amount
 from support.hooks import ignore
 from support.internals import find_registry, instrumented

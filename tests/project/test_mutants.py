@@ -46,7 +46,7 @@ def test_each_source_has_a_room_and_each_room_tests() -> None:
     for room, folders in mutants.ROOMS.items():
         assert (ROOT / room).exists(), room
         assert all((ROOT / "tests" / each).is_dir() for each in folders), room
-    sources = [*ROOT.glob("rust/*/src/**/*.rs"), ROOT / "python/ferrohook/selection.py"]
+    sources = [*ROOT.glob("rust/*/src/**/*.rs"), ROOT / "python/ferrohook/names/select.py"]
     for source in sources:
         first, *rest = mutants.tests_of(str(source.relative_to(ROOT)), "auto", rest=True)
         assert rest, source

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrohook import torch_version
+from ferrohook.util import torch_version
 from support.interpreters import run_fresh
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrohook._core import frames
-from ferrohook.hook_info import find_registry as find_registry
-from ferrohook.instrumentation import registry_of as registry_of
+from ferrohook.attach.hook_info import find_registry as find_registry
+from ferrohook.attach.instrument import registry_of as registry_of
 
 if TYPE_CHECKING:
     from torch import nn

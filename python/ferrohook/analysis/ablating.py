@@ -10,7 +10,7 @@ from ferrohook.analysis.calls import Call, score
 from ferrohook.analysis.patching import as_effects, dimensions_of
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets
-from ferrohook.errors import HookTypeError
+from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ferrohook.analysis.effects import Effects
     from ferrohook.analysis.patching import Over
-    from ferrohook.arguments import OutputIndex
-    from ferrohook.selection import Selector
+    from ferrohook.names.select import Selector
+    from ferrohook.util.arguments import OutputIndex
 
 
 def ablation(  # noqa: PLR0913 (options by keyword)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import at_least
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
+from ferrohook.util.arguments import at_least
+from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.util.tensors import leaves_by_path, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

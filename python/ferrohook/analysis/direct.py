@@ -12,8 +12,8 @@ from ferrohook.analysis.calls import Call, relative_distance, tolerance
 from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.progress import progress_bar
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ferrohook.analysis.patching import Over
     from ferrohook.analysis.targets import Change
-    from ferrohook.arguments import OutputIndex
-    from ferrohook.selection import Selector
+    from ferrohook.names.select import Selector
+    from ferrohook.util.arguments import OutputIndex
 
 PARTS: Final = ("@embed", "@attn_out.*", "@mlp_out.*")
 """Parts of the residual stream."""

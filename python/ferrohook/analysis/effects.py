@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrohook import plot
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.tables import html_table, text_table
-from ferrohook.texts import missing_package
+from ferrohook.plot import pictures
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.tables import html_table, text_table
+from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +119,9 @@ class Effects:
             HookError: matplotlib is not installed.
         """
         columns = self._columns() or [""]
-        return plot.patching(self._grid(), self._rows(), tokens=columns, label=self.label, ax=ax)
+        return pictures.patching(
+            self._grid(), self._rows(), tokens=columns, label=self.label, ax=ax
+        )
 
     def to_pandas(self) -> pd.DataFrame:
         """Makes a DataFrame with a line for each cell: name, position, token, head, value.

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ferrohook import plot
 from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, tolerance, variants
 from ferrohook.analysis.effects import check_tokens
 from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.arguments import OutputIndex, at_least
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.progress import progress_bar
-from ferrohook.tables import html_table, text_table
+from ferrohook.plot import pictures
+from ferrohook.util.arguments import OutputIndex, at_least
+from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.util.progress import progress_bar
+from ferrohook.util.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import nn
 
-    from ferrohook.selection import Selector
+    from ferrohook.names.select import Selector
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +57,7 @@ class Lens:
             HookError: matplotlib is not installed.
         """
         best = self.probabilities[:, row, :, 0]
-        return plot.predictions(best, self.texts(row), self.names, tokens=self.tokens, ax=ax)
+        return pictures.predictions(best, self.texts(row), self.names, tokens=self.tokens, ax=ax)
 
     def _cells(self) -> list[list[str]]:
         positions = self.tokens or map(str, range(self.ids.shape[2]))

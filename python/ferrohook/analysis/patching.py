@@ -11,8 +11,8 @@ from ferrohook.analysis.calls import Call, score
 from ferrohook.analysis.effects import Effects, check_labelled
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.progress import progress_bar
+from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.analysis.targets import Cell
-    from ferrohook.arguments import OutputIndex
-    from ferrohook.selection import Selector
+    from ferrohook.names.select import Selector
+    from ferrohook.util.arguments import OutputIndex
 
 Over: TypeAlias = "Literal['position', 'head'] | Sequence[Literal['position', 'head']]"
 """Dimensions that an analysis goes over beside the places; both are positions, then heads."""

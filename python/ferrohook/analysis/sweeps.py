@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook.analysis.calls import check_repeatable, score, variants
-from ferrohook.arguments import at_least
-from ferrohook.errors import HookError
-from ferrohook.progress import progress_bar
+from ferrohook.util.arguments import at_least
+from ferrohook.util.errors import HookError
+from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

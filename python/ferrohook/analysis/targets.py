@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ferrohook.analysis.calls import score
-from ferrohook.arguments import OutputIndex, at_least, expect_module
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.groups import register
-from ferrohook.never_fired import explain
-from ferrohook.operations import change_part, part_of
+from ferrohook.attach.never_fired import explain
+from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.names.spelling import from_lens
 from ferrohook.quantity import places_of, quantities
-from ferrohook.quantity_names import from_lens
-from ferrohook.scopes import Scope
-from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.registration.register import register
+from ferrohook.registration.scopes import Scope
+from ferrohook.util.arguments import OutputIndex, at_least, expect_module
+from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.analysis.calls import Call
-    from ferrohook.places import Place
-    from ferrohook.selection import Selector
+    from ferrohook.names.places import Place
+    from ferrohook.names.select import Selector
 
     Change = Callable[[Tensor], Tensor | None]
 

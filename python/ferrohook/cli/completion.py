@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.texts import missing_package
+from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

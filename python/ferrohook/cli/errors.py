@@ -8,7 +8,7 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ferrohook.texts import missing_package
+from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def need(package: str) -> None:
 @contextmanager
 def warnings_as_lines(command: str) -> Iterator[None]:
     """Prints ferrohook's warnings of a block on stderr, in one line each."""
-    from ferrohook.errors import NeverFiredWarning, UnverifiedWarning
+    from ferrohook.util.errors import NeverFiredWarning, UnverifiedWarning
 
     with warnings.catch_warnings(record=True) as caught:
         for category in (NeverFiredWarning, UnverifiedWarning):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrohook.cli.errors import UserError, describe, need
-from ferrohook.texts import with_article
+from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
     import argparse

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     need("torch")
     need("safetensors")
     import ferrohook as fh
-    from ferrohook.tables import text_table
+    from ferrohook.util.tables import text_table
 
     if not Path(options.store).is_dir():
         msg = f"there is no folder {options.store}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli.errors import UserError, describe, need
-from ferrohook.texts import with_article
+from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +49,7 @@ def move(what: Any, device: str) -> Any:
     """
     from torch import Tensor, nn
 
-    from ferrohook.tensors import map_tensors
+    from ferrohook.util.tensors import map_tensors
 
     def to_device(each: Tensor | nn.Module) -> Any:
         return each.to(device)

@@ -66,7 +66,8 @@ def _described(
 ) -> dict[str, dict[str, Any]]:
     """Returns class, details and hooks of the selected modules, and of those with hooks."""
     import ferrohook as fh
-    from ferrohook.hook_info import find_registry, hooks_of, name_of
+    from ferrohook.attach.hook_info import find_registry, hooks_of
+    from ferrohook.util.texts import name_of
 
     chosen = fh.select(model, options.select)
     described = {}
@@ -101,7 +102,7 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     import torch
 
     import ferrohook as fh
-    from ferrohook.tensors import tensors_by_path
+    from ferrohook.util.tensors import tensors_by_path
 
     args, kwargs = inputs.read(options.input, options.model, model)
     model.eval()

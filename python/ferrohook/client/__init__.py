@@ -16,7 +16,7 @@ Examples:
 
 from __future__ import annotations
 
-from ferrohook.texts import missing_package
+from ferrohook.util.texts import missing_package
 
 try:
     import httpx  # noqa: F401 (named here, before a file below needs it)

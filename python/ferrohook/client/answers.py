@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrohook.errors import HookError
-from ferrohook.suggestions import closest_to
+from ferrohook.util.errors import HookError
+from ferrohook.util.suggestions import closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

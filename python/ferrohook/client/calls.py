@@ -18,7 +18,6 @@ import httpx
 import safetensors.torch
 from torch import Tensor
 
-from ferrohook.arguments import describe, expect
 from ferrohook.client.answers import (
     Embedded,
     Generated,
@@ -35,10 +34,11 @@ from ferrohook.client.errors import (
     made,
 )
 from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
-from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
-from ferrohook.swallowed import refuse_swallowed
+from ferrohook.util.arguments import describe, expect
+from ferrohook.util.errors import HookTypeError, NeverFiredWarning
+from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from ferrohook.errors import HookError
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ferrohook.arguments import at_least, expect
 from ferrohook.data.hugging_face import rows_of
-from ferrohook.data.store import Store
-from ferrohook.errors import HookError, HookTypeError, ResumeError, SelectionError
-from ferrohook.token_rows import LAYER
+from ferrohook.data.stores.store import Store
+from ferrohook.data.token_rows import LAYER
+from ferrohook.util.arguments import at_least, expect
+from ferrohook.util.errors import HookError, HookTypeError, ResumeError, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ferrohook.arguments import at_least
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.texts import missing_package
-from ferrohook.token_rows import LAYER
+from ferrohook.data.token_rows import LAYER
+from ferrohook.util.arguments import at_least
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
-from ferrohook.activations import ActivationCache
-from ferrohook.arguments import expect
-from ferrohook.attention import DIMENSIONS, is_point
-from ferrohook.errors import HookError
+from ferrohook.attach.attention import DIMENSIONS, is_point
+from ferrohook.captures.cache import ActivationCache
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import NEEDS, Judge
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.rows.batches import batch_of_step
-from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.util.arguments import expect
+from ferrohook.util.errors import HookError
+from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch import nn
 
-    from ferrohook.attention import AttentionPoint
-    from ferrohook.engines.step_values import StepValues
+    from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.engines.model.step_values import StepValues
     from ferrohook.engines.steps import Span, Step
     from ferrohook.plans import Request
     from ferrohook.rows import Batch

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.step_values import check_slice, check_width
+from ferrohook.effects.interventions import Add, Replace
+from ferrohook.engines.model.step_values import check_slice, check_width
+from ferrohook.names.spelling import from_lens
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, Judge
-from ferrohook.quantity_names import from_lens
-from ferrohook.steering import Add, Replace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from ferrohook.engines.modules import ModuleTable
-    from ferrohook.steering import Intervention
+    from ferrohook.effects.interventions import Intervention
+    from ferrohook.engines.model.modules import ModuleTable
 
 _CROSSING: Final = {
     "at function": "at is a function, and a plan crosses processes as JSON",

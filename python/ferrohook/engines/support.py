@@ -6,13 +6,13 @@ import dataclasses
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.errors import HookError
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.options import EngineOptions
 
 

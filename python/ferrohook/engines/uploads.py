@@ -9,8 +9,8 @@ from typing import Final
 import safetensors.torch
 from torch import Tensor
 
-from ferrohook.arguments import expect
 from ferrohook.engines.wire import digest_of
+from ferrohook.util.arguments import expect
 
 _MOST_VECTORS: Final = 10_000
 _LONGEST_NAME: Final = 200

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
-from ferrohook.arguments import check_encodes, expect
-from ferrohook.errors import HookTypeError
+from ferrohook.captures.recorders import options_of
+from ferrohook.effects.interventions import Intervention
 from ferrohook.plans.positions import At, check_at
-from ferrohook.recorders import options_of
-from ferrohook.steering import Intervention
-from ferrohook.tables import text_table
-from ferrohook.tensors import content_of
+from ferrohook.util.arguments import check_encodes, expect
+from ferrohook.util.errors import HookTypeError
+from ferrohook.util.tables import text_table
+from ferrohook.util.tensors import content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from ferrohook.conversion import Index
-    from ferrohook.recorders import Calls
-    from ferrohook.selection import Selector
-    from ferrohook.typed import OnError, Phase
+    from ferrohook.captures.convert import Index
+    from ferrohook.captures.recorders import Calls
+    from ferrohook.effects.typed import OnError, Phase
+    from ferrohook.names.select import Selector
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "prepend": False,

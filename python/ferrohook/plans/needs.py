@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.steering import INTERVENTIONS
+from ferrohook.effects.interventions import INTERVENTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ferrohook.places import Place
+    from ferrohook.names.places import Place
     from ferrohook.plans.entries import PlanEntry
 
 CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.arguments import at_least, expect, expect_module
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
 from ferrohook.plans.reading import Limits, read
 from ferrohook.plans.writing import written
+from ferrohook.util.arguments import at_least, expect, expect_module
 
 if TYPE_CHECKING:
     import os

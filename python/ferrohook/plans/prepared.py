@@ -21,32 +21,32 @@ from ferrohook._core import (
     RequestBase,
     name_positions,
 )
-from ferrohook.activations import ActivationCache, cache_of
-from ferrohook.arguments import expect
-from ferrohook.attention import DIMENSIONS, is_point
-from ferrohook.captured import not_captured
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import attach
-from ferrohook.never_fired import explain, never_fired
-from ferrohook.pending import finish
-from ferrohook.places import Head, Written, hooks_at, modules_of
+from ferrohook.attach.attention import DIMENSIONS, is_point
+from ferrohook.attach.instrument import attach
+from ferrohook.attach.never_fired import explain, never_fired
+from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.captures.cache import ActivationCache, cache_of
+from ferrohook.captures.captured import not_captured
+from ferrohook.captures.pending import finish
+from ferrohook.captures.recorders import PlaceInPlan, Recorders, options_of
+from ferrohook.effects.interventions import Intervention
+from ferrohook.names.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.plans.positions import At, check_prompt, mask_of, native_at
 from ferrohook.plans.sequences import Sequences, no_tokens, stacks_in, stacks_of
-from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.quantity import hooked_places_of, places_of
-from ferrohook.recorders import PlaceInPlan, Recorders, options_of
-from ferrohook.scopes import Scope
-from ferrohook.steering import Intervention
-from ferrohook.traced import never_trace, never_trace_frame
+from ferrohook.registration.scopes import Scope
+from ferrohook.util.arguments import expect
+from ferrohook.util.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ferrohook._core import Collector
-    from ferrohook.attention import AttentionPoint
-    from ferrohook.places import HookGroup, Place
+    from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.names.places import HookGroup, Place
     from ferrohook.plans.positions import Tokens
     from ferrohook.plans.sequences import Stack
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import check_encodes, describe, expect
+from ferrohook.effects.interventions import INTERVENTIONS
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
-from ferrohook.steering import INTERVENTIONS
-from ferrohook.texts import missing_package
+from ferrohook.util.arguments import check_encodes, describe, expect
+from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     import os

@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import describe
-from ferrohook.errors import HookTypeError
+from ferrohook.effects.interventions import INTERVENTIONS
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.steering import INTERVENTIONS
+from ferrohook.util.arguments import describe
+from ferrohook.util.errors import HookTypeError
 
 VERSION: Final = 1
 VECTORS: Final = {

@@ -6,14 +6,14 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import ModuleTree
-from ferrohook.arguments import expect_module
 from ferrohook.quantity.table import Quantities, Quantity, looked_at
-from ferrohook.swallowed import refuse_swallowed
+from ferrohook.util.arguments import expect_module
+from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook.places import Head
+    from ferrohook.names.places import Head
 
 
 class Resolved(NamedTuple):

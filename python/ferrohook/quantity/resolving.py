@@ -7,21 +7,21 @@ from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.attention import points_of
-from ferrohook.errors import HookTypeError, SelectionError
-from ferrohook.places import Head, Place
+from ferrohook.attach.attention import points_of
+from ferrohook.names.places import Head, Place
+from ferrohook.names.select import select
+from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.quantity.known import Resolved, known_of
-from ferrohook.quantity_names import SIGN, as_lens, from_lens, split_head
-from ferrohook.selection import select
+from ferrohook.util.errors import HookTypeError, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
+    from ferrohook.effects.typed import Phase
+    from ferrohook.names.select import Selector
     from ferrohook.quantity.table import Quantities, Quantity
-    from ferrohook.selection import Selector
-    from ferrohook.typed import Phase
 
 
 def places_of(

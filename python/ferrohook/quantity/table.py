@@ -8,20 +8,20 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from ferrohook.attention import DIMENSIONS
-from ferrohook.errors import HookError, SelectionError
-from ferrohook.quantity.proving import look_at
-from ferrohook.quantity_names import SIGN, kind_of, order_of
-from ferrohook.selection import select_names
-from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
-from ferrohook.swallowed import refuse_swallowed
-from ferrohook.tables import html_table, text_table
+from ferrohook.attach.attention import DIMENSIONS
+from ferrohook.names.select import select_names
+from ferrohook.names.spelling import SIGN, kind_of, order_of
+from ferrohook.quantity.proofs.proving import look_at
+from ferrohook.util.errors import HookError, SelectionError
+from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.util.swallowed import refuse_swallowed
+from ferrohook.util.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook.quantity.looking import Example
-    from ferrohook.quantity.proved import Proved
+    from ferrohook.quantity.anatomy.looking import Example
+    from ferrohook.quantity.proofs.proved import Proved
 
 VERSION: Final = 1
 _COLUMNS: Final = ("quantity", "place", "shape", "write", "equation", "residual")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ferrohook._core import store_rows
-from ferrohook.errors import RowsError
-from ferrohook.pending import await_with
+from ferrohook.captures.pending import await_with
 from ferrohook.rows.operators import calls_of
+from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import places_at
-from ferrohook.errors import RowsError
 from ferrohook.plans.positions import native_at
 from ferrohook.rows.positions import check_lengths
+from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
     from ferrohook.plans.positions import At
-    from ferrohook.streams import Made
+    from ferrohook.util.streams import Made
 
 
 class Kept(NamedTuple):

@@ -12,27 +12,33 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
-from ferrohook.arguments import OutputIndex, at_least, check_output_index, expect, expect_module
-from ferrohook.errors import HookError, HookTypeError, RowsError
-from ferrohook.instrumentation import attach
-from ferrohook.operations import change_part, part_of
+from ferrohook.attach.instrument import attach
+from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.names.select import select
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
 from ferrohook.rows.site_captures import Served, SiteCaptures, Taken
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
-from ferrohook.selection import select
-from ferrohook.streams import Tables, made
+from ferrohook.util.arguments import (
+    OutputIndex,
+    at_least,
+    check_output_index,
+    expect,
+    expect_module,
+)
+from ferrohook.util.errors import HookError, HookTypeError, RowsError
+from ferrohook.util.streams import Tables, made
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrohook._core import BatchBase, ModuleTree
-    from ferrohook.places import Place
+    from ferrohook.names.places import Place
+    from ferrohook.names.select import Selector
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.plans.positions import At
-    from ferrohook.selection import Selector
 
 JUDGE: Final = Judge(
     frozenset(

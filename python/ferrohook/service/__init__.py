@@ -20,7 +20,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ferrohook.texts import missing_package
+from ferrohook.util.texts import missing_package
 
 _MISSING = [each for each in ("fastapi", "prometheus_client") if find_spec(each) is None]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ferrohook.arguments import at_least, expect
+from ferrohook.util.arguments import at_least, expect
 
 Body = TypeVar("Body")
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from ferrohook.attach.hook_info import find_registry, hooks_of
+from ferrohook.attach.instrument import registry_of
+from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.detectors import CallCounter, LatencyDetector
-from ferrohook.groups import register
-from ferrohook.hook_info import find_registry, hooks_of
-from ferrohook.instrumentation import registry_of
-from ferrohook.priorities import AHEAD_OF_ALL
-from ferrohook.selection import select
+from ferrohook.names.select import select
+from ferrohook.registration.register import register
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from torch import nn
 
-    from ferrohook.activations import ActivationCache
-    from ferrohook.hook_info import HookInfo
-    from ferrohook.selection import Selector
+    from ferrohook.attach.hook_info import HookInfo
+    from ferrohook.captures.cache import ActivationCache
+    from ferrohook.names.select import Selector
     from ferrohook.service.batching import Batcher
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5, 5))

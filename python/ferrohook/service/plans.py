@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
-from ferrohook.arguments import describe
 from ferrohook.plans import Plan
+from ferrohook.util.arguments import describe
 
 
 def plan_of(body: Any, **limits: Any) -> Plan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from fastapi import Depends
 
-from ferrohook.scopes import Scope
+from ferrohook.registration.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

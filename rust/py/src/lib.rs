@@ -8,9 +8,9 @@ mod capture;
 mod checksum;
 mod contexts;
 mod cpython;
+mod effects;
 mod error;
 mod hooks;
-mod native;
 mod recorded;
 mod registry;
 mod rows;
@@ -58,26 +58,26 @@ mod _core {
     #[pymodule_export]
     use crate::contexts::regions::{ForwardLog, RegionRun};
     #[pymodule_export]
+    use crate::effects::detectors::{
+        CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
+        ShapeDetector,
+    };
+    #[pymodule_export]
+    use crate::effects::gpu_vector::GpuVector;
+    #[pymodule_export]
+    use crate::effects::intervention::InterventionBase;
+    #[pymodule_export]
+    use crate::effects::planned::{EndOfCall, MaskedHook, PlanGuard};
+    #[pymodule_export]
+    use crate::effects::point::{PointHook, register_all};
+    #[pymodule_export]
+    use crate::effects::typed::TypedHook;
+    #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]
     use crate::hooks::native::NativeHook;
-    #[pymodule_export]
-    use crate::native::detectors::{
-        CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
-        ShapeDetector,
-    };
-    #[pymodule_export]
-    use crate::native::gpu_vector::GpuVector;
-    #[pymodule_export]
-    use crate::native::intervention::InterventionBase;
-    #[pymodule_export]
-    use crate::native::planned::{EndOfCall, MaskedHook, PlanGuard};
-    #[pymodule_export]
-    use crate::native::point::{PointHook, register_all};
-    #[pymodule_export]
-    use crate::native::typed::TypedHook;
     #[pymodule_export]
     use crate::recorded::call::{InFlight, RecordedCall, calls_in_progress};
     #[pymodule_export]
@@ -91,7 +91,7 @@ mod _core {
     #[pymodule_export]
     use crate::rows::batch::BatchBase;
     #[pymodule_export]
-    use crate::rows::remembered::remember_merged;
+    use crate::rows::calls::remembered::remember_merged;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
     #[pymodule_export]

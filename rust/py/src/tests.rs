@@ -9,7 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Turn};
-use crate::rows::merging::{InBatch, Joint, Merged, Merging, Part, Select, SharedValue, in_batch};
+use crate::rows::calls::merging::{
+    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, in_batch,
+};
 use crate::rows::numbers::Rows;
 
 /// Hook that doubles a tensor.

@@ -333,7 +333,7 @@ def test_importing_ferrohook_does_not_import_recording() -> None:
 
 def test_interpreter_exit_is_silent() -> None:
     code = textwrap.dedent("""
-        import ferrohook.instrumentation, torch
+        import ferrohook.attach.instrument, torch
         from ferrohook.compat.transformers import capture_outputs
         class Model(torch.nn.Module):
             _can_record_outputs = {"states": torch.nn.Linear}
@@ -346,7 +346,7 @@ def test_interpreter_exit_is_silent() -> None:
         model = Model()
         model(torch.ones(1, 2), output_states=True)
         # Goes when that module has lost its variables.
-        ferrohook.instrumentation._MODEL = model
+        ferrohook.attach.instrument._MODEL = model
         """)
     assert_ends_well(run_with_torch(code))
 

@@ -20,7 +20,7 @@ import safetensors.torch
 
 import ferrohook as fh
 from ferrohook.engines import routes, uploads
-from ferrohook.engines.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async

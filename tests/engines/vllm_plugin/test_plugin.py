@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import psutil
 
 import ferrohook as fh
-from ferrohook.engines.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm import worker as worker_module

@@ -9,8 +9,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from ferrohook.host_copies import HostCopies
-from ferrohook.versions import check_unchanged
+from ferrohook.captures.versions import check_unchanged
+from ferrohook.util.host_copies import HostCopies
 
 V = TypeVar("V")
 

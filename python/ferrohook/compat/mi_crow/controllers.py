@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ferrohook._core import refuse_async
-from ferrohook.arguments import expect, expect_callable
+from ferrohook.captures.versions import version_of
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import (
     apply_modification_to_output,
@@ -19,8 +19,8 @@ from ferrohook.compat.mi_crow.tensors import (
     fit,
     put_first,
 )
-from ferrohook.steering import Intervention
-from ferrohook.versions import version_of
+from ferrohook.effects.interventions import Intervention
+from ferrohook.util.arguments import expect, expect_callable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ferrohook.arguments import check_copy, expect
+from ferrohook.captures.versions import version_of
 from ferrohook.compat.mi_crow.context_dict import (
     EMPTY,
     Content,
@@ -22,9 +22,9 @@ from ferrohook.compat.mi_crow.context_dict import (
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import extract_tensor_from_output, first_tensor
 from ferrohook.data import Store
-from ferrohook.errors import HookError
-from ferrohook.sources import Collectable
-from ferrohook.versions import version_of
+from ferrohook.data.sources import Collectable
+from ferrohook.util.arguments import check_copy, expect
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from torch import nn

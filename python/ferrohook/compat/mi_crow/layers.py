@@ -8,23 +8,23 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ferrohook._core import Attachment, NativeDetector, TypedHook
-from ferrohook.arguments import describe, expect_module
+from ferrohook.attach.instrument import attach
 from ferrohook.compat.mi_crow.controllers import Controller, InterventionController
 from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.instrumentation import attach
-from ferrohook.selection import refuse_container
-from ferrohook.steering import Intervention
-from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.effects.interventions import Intervention
+from ferrohook.names.select import refuse_container
+from ferrohook.util.arguments import describe, expect_module
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
-    from ferrohook.scopes import Scope
-    from ferrohook.typed import OnError
+    from ferrohook.effects.typed import OnError
+    from ferrohook.registration.scopes import Scope
 
 # Shared by all `Layers`: a hook is on at most one layer.
 _LOCK = threading.RLock()

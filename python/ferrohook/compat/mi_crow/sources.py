@@ -9,15 +9,15 @@ import torch
 
 from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.layers import Layers
-from ferrohook.errors import HookError
-from ferrohook.fingerprints import fingerprint
-from ferrohook.sources import Source, source_of
+from ferrohook.data.fingerprints import fingerprint
+from ferrohook.data.sources import Source, source_of
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.data import Store
-    from ferrohook.scopes import Scope
+    from ferrohook.registration.scopes import Scope
 
 
 class DetectedTensors(Source):

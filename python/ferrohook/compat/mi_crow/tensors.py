@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ferrohook.tensors import parts, rebuilt
+from ferrohook.util.tensors import parts, rebuilt
 
 
 def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_crow's name)

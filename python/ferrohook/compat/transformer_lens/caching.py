@@ -8,11 +8,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from ferrohook._core import Collector, record_all
-from ferrohook.activations import ActivationCache
-from ferrohook.errors import StaleActivationError
-from ferrohook.priorities import BEHIND_ALL
-from ferrohook.tensors import as_leaf, map_tensors, share_memory
-from ferrohook.versions import check_unchanged, versions_of
+from ferrohook.attach.priorities import BEHIND_ALL
+from ferrohook.captures.cache import ActivationCache
+from ferrohook.captures.versions import check_unchanged, versions_of
+from ferrohook.util.errors import StaleActivationError
+from ferrohook.util.tensors import as_leaf, map_tensors, share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from torch import nn
 
 from ferrohook._core import Attachment
-from ferrohook.arguments import describe, expect
+from ferrohook.attach.instrument import attach, registry_of
 from ferrohook.compat.transformer_lens.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -17,14 +17,14 @@ from ferrohook.compat.transformer_lens.lens_hooks import (
     check_hook,
     layer_of,
 )
-from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import attach, registry_of
+from ferrohook.util.arguments import describe, expect
+from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook._core import Frame
-    from ferrohook.typed import Phase
+    from ferrohook.effects.typed import Phase
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ferrohook.arguments import describe, expect
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
-from ferrohook.texts import with_article
+from ferrohook.util.arguments import describe, expect
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
     from torch import nn

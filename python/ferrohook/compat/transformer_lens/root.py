@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Frame, Recorder, frames, register_all
-from ferrohook.arguments import check_copy, expect, expect_callable
+from ferrohook.attach.instrument import registry_of
+from ferrohook.attach.never_fired import explain
+from ferrohook.attach.wrapper import own_names
 from ferrohook.compat.transformer_lens.caching import (
     CacheOptions,
     CacheRecorder,
@@ -42,17 +44,15 @@ from ferrohook.compat.transformer_lens.names import (
 )
 from ferrohook.compat.transformer_lens.slices import Slice, SliceInput
 from ferrohook.compat.transformer_lens.wrapped import WrappedModel, make_points
-from ferrohook.errors import HookTypeError, NeverFiredWarning
-from ferrohook.instrumentation import registry_of
-from ferrohook.never_fired import explain
-from ferrohook.scopes import Scope
-from ferrohook.swallowed import refuse_swallowed
-from ferrohook.wrapper import own_names
+from ferrohook.registration.scopes import Scope
+from ferrohook.util.arguments import check_copy, expect, expect_callable
+from ferrohook.util.errors import HookTypeError, NeverFiredWarning
+from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
 
-    from ferrohook.selection import Selector
+    from ferrohook.names.select import Selector
 
 NameOrFilter: TypeAlias = "str | Callable[[str], bool]"
 """A hook point's name, or a predicate of names."""

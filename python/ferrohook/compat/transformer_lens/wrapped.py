@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from ferrohook._core import Attachment
+from ferrohook.attach.hook_info import find_registry
+from ferrohook.attach.instrument import attach, registry_of
+from ferrohook.attach.wrapper import TransparentWrapper, wrapper_class
 from ferrohook.compat.transformer_lens.hook_point import HookPoint
-from ferrohook.errors import HookError
-from ferrohook.groups import HandleGroup, add_hooks
-from ferrohook.hook_info import find_registry
-from ferrohook.instrumentation import attach, registry_of
-from ferrohook.selection import select
-from ferrohook.tensors import map_tensors, tensors_in
-from ferrohook.wrapper import TransparentWrapper, wrapper_class
+from ferrohook.names.select import select
+from ferrohook.registration.register import HandleGroup, add_hooks
+from ferrohook.util.errors import HookError
+from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor, nn
 
-    from ferrohook.selection import Selector
-    from ferrohook.typed import Phase
+    from ferrohook.effects.typed import Phase
+    from ferrohook.names.select import Selector
 
 Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
 """Hook points by module name and kind (`hook_in` or `hook_out`)."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook._core import calls_in_progress
-from ferrohook.errors import UnattributedWarning
-from ferrohook.tensors import share_memory, tensors_in
+from ferrohook.util.errors import UnattributedWarning
+from ferrohook.util.tensors import share_memory, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import jit, nn
 
-from ferrohook.arguments import describe, expect
-from ferrohook.classes import plain_class
-from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.suggestions import closest_to
+from ferrohook.attach.classes import plain_class
+from ferrohook.util.arguments import describe, expect
+from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.util.suggestions import closest_to
 
 DECLARATION = "_can_record_outputs"
 HIDDEN = "hidden_states"

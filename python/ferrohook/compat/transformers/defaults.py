@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from ferrohook.arguments import expect_callable
 from ferrohook.compat.transformers.forwards import parameter_names
+from ferrohook.util.arguments import expect_callable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ferrohook._core import RecordedCall, in_flight
-from ferrohook.arguments import describe, expect_callable
-from ferrohook.classes import plain_class
+from ferrohook.attach.classes import plain_class
 from ferrohook.compat.transformers.attribution import warn_unattributed
 from ferrohook.compat.transformers.declarations import (
     HIDDEN,
@@ -29,9 +28,10 @@ from ferrohook.compat.transformers.declarations import (
 )
 from ferrohook.compat.transformers.layers import install, installation_of
 from ferrohook.compat.transformers.tracing import TRACED, TracedCall
-from ferrohook.errors import HookTypeError
-from ferrohook.suggestions import closest_to
-from ferrohook.traced import never_trace
+from ferrohook.util.arguments import describe, expect_callable
+from ferrohook.util.errors import HookTypeError
+from ferrohook.util.never_trace import never_trace
+from ferrohook.util.suggestions import closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

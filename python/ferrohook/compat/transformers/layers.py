@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook._core import InstallationBase, RecordedLayerBase
-from ferrohook.arguments import expect_module
+from ferrohook.attach.instrument import attach, make_class
+from ferrohook.captures.convert import converter
 from ferrohook.compat.transformers.attribution import find_owner
 from ferrohook.compat.transformers.declarations import HIDDEN, LayerKey, layout_of
 from ferrohook.compat.transformers.tracing import TRACED, first_of
-from ferrohook.conversion import converter
-from ferrohook.host_copies import HostCopies
-from ferrohook.instrumentation import attach, make_class
-from ferrohook.tensors import map_tensors
-from ferrohook.traced import never_trace
+from ferrohook.util.arguments import expect_module
+from ferrohook.util.host_copies import HostCopies
+from ferrohook.util.never_trace import never_trace
+from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,27 +20,27 @@ import safetensors
 import safetensors.torch
 import torch
 
+from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
-from ferrohook.engines.modules import OBSERVED_ROWS
-from ferrohook.engines.observing import observe
+from ferrohook.engines.model.modules import OBSERVED_ROWS
+from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.proofs import Heads, look_at
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
 from ferrohook.engines.worker import EngineWorker, Served, reason_of
-from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
-from ferrohook.steering import Add
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
 
-    from ferrohook.engines.modules import ModuleTable, NamedTensors
+    from ferrohook.engines.model.modules import ModuleTable, NamedTensors
     from ferrohook.engines.planned import Result
     from ferrohook.engines.worker import Admitted
     from ferrohook.plans import Prepared

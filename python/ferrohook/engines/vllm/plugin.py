@@ -22,13 +22,13 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.engines.admission import check_salt
-from ferrohook.engines.modules import ModuleTable
+from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
 from ferrohook.engines.wire import FIELD, HEADER, NAME
-from ferrohook.errors import HookError
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

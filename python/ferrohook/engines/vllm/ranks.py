@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from ferrohook.engines.wire import digest_of
-from ferrohook.tensors import tensors_in
+from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable

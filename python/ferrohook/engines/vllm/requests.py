@@ -20,7 +20,7 @@ from ferrohook.engines.wire import FIELD, NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.model.modules import ModuleTable
 
 _MOST_TICKETS: Final = 10_000
 _LARGE: Final = 2**16

@@ -15,20 +15,20 @@ import psutil
 import safetensors.torch
 import torch
 
-from ferrohook.engines.modules import OBSERVED_ROWS
-from ferrohook.engines.observing import observe
+from ferrohook.engines.model.modules import OBSERVED_ROWS
+from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.proofs import Heads, look_at
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import Admitted, EngineWorker, Served
-from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
+from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

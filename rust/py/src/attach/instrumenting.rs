@@ -277,7 +277,11 @@ pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>>
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     static WRAPPER: Once<Py<PyType>> = Once::new();
-    let wrapper = WRAPPER.import(module.py(), "ferrohook.wrapper", "TransparentWrapper")?;
+    let wrapper = WRAPPER.import(
+        module.py(),
+        "ferrohook.attach.wrapper",
+        "TransparentWrapper",
+    )?;
     module.get_type().is_subclass(wrapper)
 }
 

@@ -25,7 +25,7 @@ pub type Arguments<'py> = (Bound<'py, PyTuple>, Bound<'py, PyDict>);
 
 /// Taps of one call on autograd's graph.
 pub struct Tap<'py> {
-    /// The call's `ferrohook.backward.BackwardPass`.
+    /// The call's `ferrohook.attach.backward.BackwardPass`.
     full: Option<Bound<'py, PyAny>>,
     /// Torch's hooks of the deprecated kind.
     non_full: Vec<Bound<'py, PyAny>>,
@@ -71,7 +71,7 @@ impl<'py> Tap<'py> {
         let mut pass = None;
         if !(pre.is_empty() && full.is_empty()) && torch::is_grad_enabled(py)? {
             static CLASS: Once<Py<PyAny>> = Once::new();
-            let class = CLASS.import(py, "ferrohook.backward", "BackwardPass")?;
+            let class = CLASS.import(py, "ferrohook.attach.backward", "BackwardPass")?;
             pass = Some(class.call1((module, pre, full))?);
         }
         let wanted = pass.is_some() || !non_full.is_empty();

@@ -16,10 +16,10 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
+use crate::rows::calls::merging::Places;
 use crate::rows::mask::Mask;
 use crate::rows::matrix::Arguments;
 use crate::rows::membership::{Call, Membership};
-use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::capture::collector::Collector;
 use crate::capture::request::{Place, Source};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
-use crate::rows::merging::{InBatch, in_batch};
+use crate::rows::calls::merging::{InBatch, in_batch};
 
 /// Native hook around the calls of the module that a capture stops.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]

@@ -14,7 +14,7 @@ use crate::capture::keeping::record;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
-use crate::rows::merging::{
+use crate::rows::calls::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
 };
 use crate::rows::numbers::{Rows, Selection};

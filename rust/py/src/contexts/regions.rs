@@ -522,7 +522,7 @@ fn attach(py: Python<'_>, modules: &[(u64, Py<PyAny>)]) -> PyResult<Option<Py<Py
     if modules.is_empty() {
         return Ok(None);
     }
-    let attach = ATTACH.import(py, "ferrohook.instrumentation", "attach")?;
+    let attach = ATTACH.import(py, "ferrohook.attach.instrument", "attach")?;
     let names = PyDict::new(py);
     for (id, module) in modules {
         names.set_item(id.to_string(), module)?;

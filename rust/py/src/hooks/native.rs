@@ -81,7 +81,7 @@ pub type Outcome<'py> = PyResult<Option<Bound<'py, PyAny>>>;
 /// Form of a hook that `torch.compile` traces.
 pub struct Traced<'py> {
     pub callback: Bound<'py, PyAny>,
-    /// Calling convention, see `ferrohook.traced`.
+    /// Calling convention, see `ferrohook.attach.traced`.
     pub kind: &'static str,
     pub with_kwargs: bool,
     /// True if a graph with it behaves like an eager call.

@@ -89,7 +89,7 @@ fn is_in_package(code: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = code.py();
     let folder = FOLDER.get_or_try_init(py, || {
         let errors: String = py
-            .import("ferrohook.errors")?
+            .import("ferrohook.util.errors")?
             .getattr("__file__")?
             .extract()?;
         let end = errors.rfind("errors.").unwrap_or(errors.len());

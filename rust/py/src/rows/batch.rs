@@ -17,16 +17,16 @@ use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_error, rows_error};
+use crate::rows::calls::merged::MergedHooks;
+use crate::rows::calls::remembered::{Key, Remembered};
 use crate::rows::given;
 use crate::rows::layout::{Gathered, Layout};
 use crate::rows::matrix::{Arguments, Padded};
 use crate::rows::member::{Member, Owners};
 use crate::rows::membership::Membership;
-use crate::rows::merged::MergedHooks;
 use crate::rows::numbers::{BatchRows, Selections, length};
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenDims, TokenPositions, in_tensors};
 use crate::rows::positions::Positions;
-use crate::rows::remembered::{Key, Remembered};
 use crate::torch::copies;
 use crate::torch::tensors::for_each_tensor;
 

@@ -14,7 +14,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::{Slot, State as AnyState};
 use crate::error::rows_error;
 use crate::rows::at::Masks;
-use crate::rows::remembered::Remembered;
+use crate::rows::calls::remembered::Remembered;
 
 /// What is kept with a frame of its rows: of the batches that it was a member of, and of the tokens of
 /// its forwards.

@@ -7,22 +7,15 @@
 //! a batch keeps with one is its [`membership::Membership`]. A class of native hooks says by
 //! [`merging::InBatch`] what it does in batches.
 
-pub mod around;
 pub mod at;
 pub mod batch;
+pub mod calls;
 mod given;
-pub mod hooks;
 pub mod layout;
 pub mod mask;
 pub mod matrix;
 mod member;
 pub mod membership;
-mod memory;
-pub mod merged;
-pub mod merging;
 pub mod numbers;
 pub mod places;
 mod positions;
-pub mod remembered;
-pub mod stages;
-pub mod value;

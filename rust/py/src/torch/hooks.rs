@@ -192,7 +192,7 @@ pub fn hook_non_full<'py>(
     args: &Bound<'py, PyTuple>,
     output: &Bound<'py, PyAny>,
 ) -> PyResult<()> {
-    let backward = module.py().import("ferrohook.backward")?;
+    let backward = module.py().import("ferrohook.attach.backward")?;
     backward.call_method1("hook_non_full", (module, hooks, args, output))?;
     Ok(())
 }

@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 pub enum Order {
     /// The tensors are not on a GPU, or their users know when they were made.
     Any,
-    /// A `ferrohook.streams.Made`.
+    /// A `ferrohook.util.streams.Made`.
     After(Py<PyAny>),
 }
 
@@ -24,7 +24,7 @@ impl Order {
         if !first.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
             return Ok(Some(Self::Any));
         }
-        let streams = py.import(intern!(py, "ferrohook.streams"))?;
+        let streams = py.import(intern!(py, "ferrohook.util.streams"))?;
         let made = streams.call_method1(intern!(py, "made"), (tensors,))?;
         Ok((!made.is_none()).then(|| Self::After(made.unbind())))
     }
@@ -57,7 +57,7 @@ impl Order {
 pub fn read(tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = tensor.py();
     if tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
-        py.import(intern!(py, "ferrohook.streams"))?
+        py.import(intern!(py, "ferrohook.util.streams"))?
             .call_method1(intern!(py, "read"), (tensor,))?;
     }
     Ok(())

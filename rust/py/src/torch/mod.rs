@@ -166,7 +166,7 @@ pub fn plain_int_tensor(py: Python<'_>, value: u64) -> PyResult<Bound<'_, PyAny>
 
 /// Returns the value of a call that a capture has ended.
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
-    py.import("ferrohook.capture_session")?.getattr("STOPPED")
+    py.import("ferrohook.captures.capture")?.getattr("STOPPED")
 }
 
 /// True if an exception ends a recomputation of `torch.utils.checkpoint`, once all that backward

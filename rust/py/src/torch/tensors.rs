@@ -91,7 +91,7 @@ impl<'py> Structure<'py> {
         match self {
             Self::Tensor | Self::Leaf => Ok(value.clone()),
             Self::Packed(tuple) => py
-                .import(intern!(py, "ferrohook.tensors"))?
+                .import(intern!(py, "ferrohook.util.tensors"))?
                 .call_method1(intern!(py, "repacked"), (tuple, &items[0])),
             Self::Tuple(tuple) => tuple_with_items(tuple, items),
             Self::List(_) => Ok(PyList::new(py, items)?.into_any()),

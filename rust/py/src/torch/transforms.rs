@@ -15,6 +15,6 @@ pub fn active(py: Python<'_>) -> PyResult<bool> {
 /// Returns the tensor with the memory of one that transforms wrap.
 pub fn physical<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = tensor.py();
-    let tensors = py.import(intern!(py, "ferrohook.tensors"))?;
+    let tensors = py.import(intern!(py, "ferrohook.util.tensors"))?;
     tensors.call_method1(intern!(py, "physical"), (tensor,))
 }

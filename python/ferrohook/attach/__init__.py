@@ -1,0 +1,1 @@
+"""Attachment: wrapping and instrumenting modules, their calls in backward and in traces."""

@@ -1,0 +1,70 @@
+"""Two changes of Dynamo, made when it is imported, for modules whose class was generated.
+
+Both concern no other module. torch 2.15 offers no other way in: Dynamo decides by the kind of an
+object, and its tables of kinds are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from ferrohook.attach.classes import plain_class
+
+
+def patch_dynamo() -> None:
+    """Makes the changes."""
+    _share_graphs()
+    _respect_class_property()
+
+
+def _share_graphs() -> None:
+    """Has `torch.compile(module)` guard the module by its class.
+
+    Dynamo calls a native `__call__` in a frame of its own, and guards the bound method in it by its
+    identity: a graph for each module. A frame around the module is guarded by class.
+    """
+    from torch._dynamo import external_utils  # noqa: PLC0415 (takes seconds)
+
+    original = external_utils.wrap_inline
+
+    @functools.wraps(original)
+    def wrap_inline(fn: Any) -> Any:
+        module = getattr(fn, "__self__", None)
+        if isinstance(module, nn.Module) and _is_generated(type(module)) and fn == module.__call__:
+            fn = module
+        return original(fn)
+
+    external_utils.wrap_inline = wrap_inline
+
+
+def _respect_class_property() -> None:
+    """Has a trace read `module.__class__` as the program does.
+
+    The property of an instrumented module returns the plain class. Dynamo takes `type(module)`
+    instead, and its guards read the property: they fail at once, or look a method up at another
+    place of the other MRO.
+    """
+    from torch._dynamo.source import AttrSource  # noqa: PLC0415
+    from torch._dynamo.variables.builder import VariableBuilder  # noqa: PLC0415
+
+    original = VariableBuilder.__call__
+
+    @functools.wraps(original)
+    def build(self: Any, value: Any) -> Any:
+        if (
+            isinstance(value, type)
+            and _is_generated(value)
+            and isinstance(self.source, AttrSource)
+            and self.source.member == "__class__"
+        ):
+            value = plain_class(value)
+        return original(self, value)
+
+    VariableBuilder.__call__ = build  # type: ignore[method-assign]
+
+
+def _is_generated(cls: type) -> bool:
+    return "_made_from" in vars(cls)

@@ -1,0 +1,76 @@
+"""`HookInfo`: description of one registered hook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ferrohook._core import Dispatcher, HookedBase
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ferrohook._core import HookHandle, Registry
+    from ferrohook.effects.typed import Phase
+
+
+class HookInfo(NamedTuple):
+    """Description of one registered hook; `HookedModule.hooks` returns a list of them."""
+
+    id: int
+    """Unique in the process, increasing, never reused."""
+    phase: Phase
+    """`forward_pre`, `forward`, `backward_pre` or `backward`."""
+    hook: Any
+    """The callable or typed hook that was registered."""
+    priority: int
+    """Higher fires first."""
+    enabled: bool
+    """False while the hook is disabled."""
+    calls: int
+    """Number of finished calls, see `HookHandle.calls`."""
+    failure: str | None = None
+    """Error that disabled the hook by its `on_error`; None for a hook that none disabled."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        why = f", {state_of(self)}" if self.failure else ""
+        return f"HookInfo({fields}{why})"
+
+
+def state_of(hook: HookInfo | HookHandle) -> str:
+    """Returns "disabled" and why, for people; "" for an enabled hook."""
+    if hook.enabled:
+        return ""
+    return "disabled" + (f" by on_error after {hook.failure}" if hook.failure else "")
+
+
+def find_registry(module: nn.Module) -> Registry | None:
+    """Returns the registry of a wrapper or an instrumented module; None for a plain module."""
+    if issubclass(type(module), HookedBase):
+        return cast("HookedBase", module)._registry
+    dispatcher = vars(module).get(Dispatcher.KEY)
+    return None if dispatcher is None else dispatcher.registry
+
+
+def timed_hooks(
+    registry: Registry | None, phase: Phase | None = None
+) -> list[tuple[HookInfo, float | None]]:
+    """Lists the hooks of a registry that fire in this context, in order, with their times.
+
+    Args:
+        registry: a module's registry; None for a plain module, which has no hooks.
+        phase: one phase; None for all.
+
+    Returns:
+        Pairs of the hook and the seconds spent in it, None if it is not timed.
+
+    Raises:
+        ValueError: an unknown phase.
+    """
+    rows = [] if registry is None else registry.list(phase)
+    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
+
+
+def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[HookInfo]:
+    """Lists the hooks of a registry that fire in this context, in order."""
+    return [hook for hook, _ in timed_hooks(registry, phase)]

@@ -1,0 +1,224 @@
+"""`HookedModule`: a module with hooks of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
+
+from torch import nn
+
+import ferrohook.attach.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
+from ferrohook._core import HookedBase, Registry
+from ferrohook.attach.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)
+from ferrohook.attach.hook_info import HookInfo, hooks_of
+from ferrohook.attach.swapping import carry
+from ferrohook.attach.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
+from ferrohook.attach.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
+from ferrohook.util.arguments import expect_module
+
+M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrohook.attach.swapping import PutOn
+    from ferrohook.effects.typed import Phase
+
+    class _Callable(Protocol[P, R_co]):
+        @property
+        def forward(self) -> Callable[P, R_co]: ...
+
+    class _Wrapper(Protocol[P, R_co]):
+        @property
+        def inner(self) -> _Callable[P, R_co]: ...
+
+    class _OfModule(Generic[M]):
+        pass
+else:
+
+    class _OfModule:
+        # Not `Generic`: its position among the bases could conflict with that in a module's class.
+        __slots__ = ()
+        __class_getitem__ = classmethod(types.GenericAlias)
+
+
+class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
+    """Wrapper of a module, with hooks on the Rust registry.
+
+    The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
+    every other attribute are the module's, under the same names, read and written through either.
+    It is an instance of the module's class too, so methods of that class call the hooked module
+    (`generate` of a language model runs the hooks). Methods of `nn.Module` run on the module
+    inside. Calling the wrapper runs its hooks around the module, which still runs its own torch
+    hooks and torch's global ones.
+
+    If a module has one of the wrapper's names itself (`inner`, `into_inner`, `hooks`,
+    `clear_hooks`, `quiesce`), the wrapper is not an instance of its class. Use
+    `hooked.inner.<name>` for the module's attribute.
+
+    Follows ferrotorch's `HookedModule`, but runs hooks without a lock.
+
+    Args:
+        module: the module to wrap; it is not changed.
+
+    Raises:
+        HookTypeError: `module` is not an `nn.Module`.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
+        return super().__new__(cast("type[Self]", class_around(cls, module)))
+
+    def __init__(self, module: M) -> None:
+        expect_module(module, "HookedModule wraps")
+        self._adopt(module, Registry())
+
+    def _adopt(self, module: nn.Module, registry: Registry) -> None:
+        self._wrap(module, registry)
+        self._share(module)
+
+    @property
+    def inner(self) -> M:
+        """The wrapped module.
+
+        Raises:
+            HookError: `into_inner` released it.
+        """
+        return cast("M", self._inner)
+
+    def into_inner(self) -> M:
+        """Releases the wrapped module and removes every hook.
+
+        Later calls of the wrapper, and registering with it, raise `HookError`.
+
+        Returns:
+            The module, without the wrapper's hooks; its own torch hooks stay.
+        """
+        module = self.inner
+        HookedBase._release(self)
+        self._registry.clear()
+        self._share(None)
+        return module
+
+    def hooks(self, phase: Phase | None = None) -> list[HookInfo]:
+        """Lists the registered hooks, in firing order.
+
+        Args:
+            phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
+
+        Raises:
+            ValueError: an unknown phase.
+        """
+        return hooks_of(self._registry, phase)
+
+    def clear_hooks(self, phase: Phase | None = None) -> None:
+        """Removes the hooks of one phase or of all, those of scopes included; torch's own stay.
+
+        Args:
+            phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
+
+        Raises:
+            ValueError: an unknown phase.
+        """
+        self._registry.clear(phase)
+
+    def quiesce(self, timeout: float | None = None) -> None:
+        """Waits until no thread is inside any of the hooks, removed ones included.
+
+        Args:
+            timeout: seconds to wait at most; None for no limit.
+
+        Raises:
+            HookError: called from inside one of the hooks.
+            TimeoutError: a thread was still inside a hook.
+        """
+        self._registry.quiesce(timeout)
+
+    if not TYPE_CHECKING:  # type checkers use the extension's signature
+
+        @functools.wraps(HookedBase.register_forward_pre_hook)
+        def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
+            if keeps_state_in_torch_hooks(hook):
+                return self.inner.register_forward_pre_hook(hook, **options)
+            return super().register_forward_pre_hook(hook, **options)
+
+        @functools.wraps(HookedBase.register_forward_hook)
+        def register_forward_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
+            if keeps_state_in_torch_hooks(hook):
+                return self.inner.register_forward_hook(hook, **options)
+            return super().register_forward_hook(hook, **options)
+
+    if TYPE_CHECKING:
+
+        def __call__(  # noqa: D102 (native at run time; these are the module's types)
+            self: _Wrapper[P, R_co], *args: P.args, **kwargs: P.kwargs
+        ) -> R_co: ...
+
+    def extra_repr(self) -> str:
+        """Counts the hooks of each phase, for the repr."""
+        counts: dict[str, int] = {}
+        for hook in HookedModule.hooks(self):  # `self.hooks` may be the module's own
+            counts[hook.phase] = counts.get(hook.phase, 0) + 1
+        return ", ".join(f"{phase}={count}" for phase, count in counts.items())
+
+    def __repr__(self) -> str:
+        return self._shown("HookedModule", "hooks", self.extra_repr())
+
+    def _get_name(self) -> str:
+        # Notes on exceptions show this name.
+        name: str = self._inner._get_name()
+        return f"HookedModule({name})"
+
+    def __copy__(self) -> HookedModule[M]:
+        # Shares the hooks, as a shallow copy of a plain module shares its hook dicts.
+        return self._around(copy.copy(self.inner))
+
+    def _around(self, module: nn.Module) -> HookedModule[M]:
+        cls = class_around(cast("type[TransparentWrapper]", wrapper_class(self)), module)
+        wrapper = HookedBase.__new__(cast("type[HookedModule[M]]", cls))
+        wrapper._adopt(module, self._registry)
+        return wrapper
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
+        duplicate = HookedBase.__new__(type(self))
+        # Registered before the module is copied, as it may refer to the wrapper.
+        memo[id(self)] = duplicate
+        inner = copy.deepcopy(self.inner, memo)
+        duplicate._adopt(inner, self._registry.fork(lambda hook: copy.deepcopy(hook, memo)))
+        return duplicate
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        # Hooks are run-time state and are not saved.
+        return wrapper_class(self), (self.inner,)
+
+    def _replicate_for_data_parallel(self) -> HookedModule[M]:
+        # The replicas share the hooks, as they share PyTorch's hook dicts.
+        return self._around(cast("Any", self.inner)._replicate_for_data_parallel())
+
+
+HookedModule._own_names = own_names(HookedModule)
+
+
+@carry
+def _unwrap(module: nn.Module) -> tuple[nn.Module, PutOn]:
+    """Wraps the replacement of a wrapped module, with the same hooks."""
+    if not issubclass(type(module), HookedModule):
+        return module, lambda module: module
+    hooked = cast("HookedModule[Any]", module)
+    inner = hooked.inner
+    return inner, lambda module: hooked if module is inner else hooked._around(module)
+
+
+def keeps_state_in_torch_hooks(hook: object) -> bool:
+    """Returns True for a hook that torch finds in its dicts.
+
+    Those of prune, weight_norm and spectral_norm, and the observers of quantisation, which are
+    functions.
+    """
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.startswith(("torch.nn.utils.", "torch.ao.quantization."))

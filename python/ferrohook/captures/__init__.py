@@ -1,0 +1,1 @@
+"""Captures: recorders, the values that they kept, and caches to read them."""

@@ -1,0 +1,246 @@
+"""Captured values by name: what caches and requests read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ferrohook._core import CapturedBase
+from ferrohook.captures.pending import finish
+from ferrohook.util.errors import SelectionError
+from ferrohook.util.tensors import after_transforms, as_leaf, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from ferrohook._core import Collector
+    from ferrohook.names.places import Head
+    from ferrohook.util.host_copies import HostCopies
+
+
+def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
+    """Makes the error for a name without a captured value."""
+    captured = ", ".join(map(repr, names)) or "nothing"
+    if not isinstance(name, str):
+        got = f"{type(name).__name__} {name!r}"
+        return SelectionError(f"a module's name is a str, got {got}; captured: {captured}")
+    return SelectionError(f"{name!r} {state} the captured modules: {captured}")
+
+
+class Recorded(NamedTuple):
+    """Outputs or inputs in a collector, by place."""
+
+    collector: Collector
+    copies: HostCopies
+
+    def ran(self) -> list[int]:
+        """Returns the places that ran, in the order of their first calls."""
+        finish(self.collector)
+        return self.collector.ran()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
+        finish(self.collector)
+        return self._values(place, stale=stale)
+
+    def _values(self, place: int, *, stale: bool) -> list[Any]:
+        values = self.collector.read(place, stale=stale, finish=self.copies.finish)
+        return self._after_transforms(values)
+
+    def _after_transforms(self, values: list[Any]) -> list[Any]:
+        if not self.collector.transformed:
+            return values
+        return [map_tensors(after_transforms, value) for value in values]
+
+
+class RecordedSteps(Recorded):
+    """Outputs or inputs of each place: of its last call, or of all whose positions are known."""
+
+    __slots__ = ()
+
+    def _values(self, place: int, *, stale: bool) -> list[Any]:
+        values = self.collector.read(place, joins=True, stale=stale, finish=self.copies.finish)
+        return self._after_transforms(values)
+
+
+class RecordedGradients(Recorded):
+    """Gradients in a collector, by place."""
+
+    __slots__ = ()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the gradients of the values of a place."""
+        del stale  # gradients have no version tag
+        passes = self.collector.gradients(place)
+        self.copies.finish()
+        calls = [[_summed(each) for each in call] for call in self._after_transforms(passes)]
+        values = self.collector.read(place, stale=True)
+        # Not strict: another thread may end a call between the two reads.
+        return [
+            gradients[0] if isinstance(value, Tensor) else gradients
+            for value, gradients in zip(values, calls, strict=False)
+        ]
+
+
+def _summed(passes: list[Tensor]) -> Tensor | None:
+    """Returns the gradient of all backward passes, as autograd sums them; None if none came."""
+    return functools.reduce(torch.add, passes) if passes else None
+
+
+class Gradients(Mapping[str, Any]):
+    """Gradients that have arrived, by name.
+
+    Args:
+        values: gradients by name, None for one that did not arrive; None if none were captured.
+        captured: names of the captured values, those without gradients included.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None, captured: Iterable[str]) -> None:
+        self._values = values
+        self._captured = captured
+
+    def peek(self, name: str) -> Any:
+        """Returns the gradient of a name, None if it did not arrive."""
+        if self._values is None:
+            msg = "no gradients were captured: open the capture with grads=True"
+            raise SelectionError(msg)
+        if name not in self._values and name in self._captured:
+            msg = f"no gradients of {name!r} were captured: capture it with grads=True"
+            raise SelectionError(msg)
+        values = self._values
+        return values.peek(name) if isinstance(values, Captured) else values[name]
+
+    def __getitem__(self, name: str) -> Any:
+        gradient = self.peek(name)
+        if next(tensors_in(gradient), None) is None:
+            raise SelectionError(self._reason(name))
+        return gradient
+
+    def _reason(self, name: str) -> str:
+        text = f"no gradient has reached {name!r}"
+        if isinstance(self._values, Captured) and not self._values.awaits_gradients(name):
+            return (
+                f"{text}: autograd did not record it, as gradients were off (torch.no_grad), "
+                "nothing that it was computed from requires them, or a checkpoint records it later"
+            )
+        if others := list(self):
+            return f"{text}: backward ran through {', '.join(map(repr, others))}, but not to it"
+        return f"{text} yet: call backward() on what was computed from it"
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._values or ()
+        return (each for each in names if next(tensors_in(self.peek(each)), None) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Copied(dict[int, list[Any]]):
+    """Values of a copy, by place; nothing but its reader writes to them."""
+
+    def ran(self) -> list[int]:
+        return list(self)
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        del stale
+        return self.get(place, [])
+
+
+class Part(NamedTuple):
+    """Values of one capture."""
+
+    places: dict[str, int]
+    """Index of each name among the values."""
+    values: Recorded | _Copied
+    only_last: bool
+    """True if a value is that of the last call, not a list."""
+    multipliers: Mapping[int, float]
+    """Factors of the values, by place, where they are not 1."""
+    heads: Mapping[int, Head]
+    """Heads that are meant of the values, by place."""
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
+        values = self.values.read(place, stale=stale)
+        head = self.heads.get(place)
+        if head is not None:
+            values = [map_tensors(head.of, value) for value in values]
+        if place not in self.multipliers:
+            return values
+        factor = self.multipliers[place]
+        return [map_tensors(lambda tensor: tensor * factor, value) for value in values]
+
+    def copy(self) -> Part:
+        """Makes a copy that owns its values."""
+        places = self.values.ran()
+        values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
+        return self._replace(values=_Copied(values), multipliers={}, heads={})
+
+
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
+
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
+
+    __slots__ = ("_parts", "_reason")
+
+    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (part.places, part.values.collector)
+            for part in parts
+            if isinstance(part.values, RecordedSteps) and not (part.multipliers or part.heads)
+        ]
+        return super().__new__(cls, last)
+
+    def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
+        self._parts = parts
+        self._reason = reason
+        """Returns why modules may not have run, for errors."""
+
+    def peek(self, name: str) -> Any:
+        """Returns a value without the check for writes in place."""
+        return self._read(name, stale=True)
+
+    def counts_of(self, name: str) -> tuple[int, int]:
+        """Returns the number of calls, and of those whose values made way for later ones."""
+        for part in self._parts:
+            if isinstance(part.values, Recorded) and (place := part.places.get(name)) is not None:
+                return part.values.collector.counts_of(place)
+        return 1, 0
+
+    def awaits_gradients(self, name: str) -> bool:
+        """Returns True if autograd recorded a tensor of a name, so that a gradient may come."""
+        return any(
+            isinstance(part.values, Recorded) and part.values.collector.awaits_gradients(place)
+            for part in self._parts
+            if (place := part.places.get(name)) is not None
+        )
+
+    def _read(self, name: str, *, stale: bool = False) -> Any:
+        state, reason = "was not selected", ""
+        for part in self._parts:
+            if (place := part.places.get(name)) is not None:
+                if found := part.read(place, stale=stale):
+                    return found[-1] if part.only_last else found
+                state, reason = "never ran", self._reason()
+        error = not_captured(name, f"{state} and is not among", self)
+        raise SelectionError(f"{error}; {reason}") if reason else error
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def __iter__(self) -> Iterator[str]:
+        names: list[str] = []
+        for part in self._parts:
+            all_names = list(part.places)
+            names += [all_names[place] for place in part.values.ran()]
+        return iter(names)
+
+    def __len__(self) -> int:
+        return sum(len(part.values.ran()) for part in self._parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ([part.copy() for part in self._parts],)

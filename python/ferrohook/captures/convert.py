@@ -1,0 +1,73 @@
+"""Conversion of captured tensors: slice, cast, move to a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ferrohook.util.arguments import expect
+from ferrohook.util.tensors import indexed, share_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import EllipsisType
+
+    from ferrohook.util.host_copies import HostCopies
+
+Index: TypeAlias = "int | slice | EllipsisType | Tensor | list[int] | tuple[Any, ...] | None"
+
+
+def converter(
+    copies: HostCopies,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    index: Index,
+    copy: str,
+) -> Callable[[Tensor], Tensor] | None:
+    """Makes the function that a collector calls with each tensor; None if nothing is to convert."""
+    # The collector refers to this function, which therefore refers to the copies alone: a reference
+    # cycle would keep tensors until the next garbage collection.
+    if device is None and dtype is None and index is None:
+        return None
+
+    def convert(tensor: Tensor) -> Tensor:
+        result = tensor if index is None else indexed(tensor, index)
+        if dtype is not None and result.is_floating_point():
+            result = result.to(dtype)
+        if device is not None and device != result.device:
+            to_host = device.type == "cpu" and result.is_cuda and not result.requires_grad
+            if to_host and not torch.compiler.is_compiling():  # nobody waits inside a graph
+                clone = copy != "ref" and share_memory(result, tensor)
+                return copies.start(result, clone=clone)
+            result = result.to(device)
+        # A view would keep the whole tensor alive.
+        own = copy == "clone" or index is not None
+        return result.clone() if own and share_memory(result, tensor) else result
+
+    return convert
+
+
+def check_index(index: Any, *, inside: bool = False) -> None:
+    """Validates an index into a tensor.
+
+    Raises:
+        HookTypeError: it is not an `Index`.
+        ValueError: a slice has a step below 1.
+    """
+    if isinstance(index, slice):
+        for bound in (index.start, index.stop, index.step):
+            if isinstance(bound, bool) or not (bound is None or hasattr(bound, "__index__")):
+                expect(bound, (), "the bounds of a slice are ints")
+        if index.step is not None and not isinstance(index.step, Tensor) and index.step < 1:
+            msg = f"the step of a slice of a tensor is at least 1, got {index.step}"
+            raise ValueError(msg)
+    elif isinstance(index, tuple | list):
+        for each in index:
+            check_index(each, inside=True)
+    elif not isinstance(index, int | type(...) | Tensor | None) or (
+        # A bool is fine in a mask; by itself it adds a dimension.
+        isinstance(index, bool) and not inside
+    ):
+        expect(index, (), "slice is an index into a tensor")

@@ -1,0 +1,214 @@
+"""Native recorders of a capture on modules, for the calls of one scope, and their options."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
+
+import torch
+
+from ferrohook._core import Collector, HookHandle, RootCalls, record_all
+from ferrohook.attach.instrument import registry_of
+from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.captures.captured import Part, Recorded, RecordedGradients, RecordedSteps
+from ferrohook.captures.convert import check_index, converter
+from ferrohook.util.arguments import at_least, check_copy, check_output_index, expect
+from ferrohook.util.errors import HookTypeError
+from ferrohook.util.host_copies import HostCopies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from ferrohook._core import Frame
+    from ferrohook.captures.convert import Index
+    from ferrohook.names.places import Head, Place
+
+
+Calls: TypeAlias = 'Literal["last", "all"] | int'
+"""Calls of each module that a capture stores."""
+
+
+class CaptureOptions(NamedTuple):
+    """Validated options of a capture; see `capture`."""
+
+    stop: bool
+    cut: bool
+    """True with a `slice`."""
+    only_last: bool
+    copies: HostCopies
+    collector: dict[str, Any]
+    """Keyword arguments of the `Collector`."""
+
+
+def options_of(  # noqa: PLR0913 (the options of `capture`)
+    *,
+    inputs: bool = False,
+    output_index: object = None,
+    detach: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    copy: str = "checked",
+    calls: Any = "last",
+    grads: bool = False,
+    max_bytes: int | None = None,
+    stop: bool = False,
+) -> CaptureOptions:
+    """Validates the options of a capture; see `capture` for them and for what is raised."""
+    check_copy(copy)
+    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
+    for name, flag in flags.items():
+        expect(flag, bool, f"{name} is a bool")
+    check_output_index(output_index, "output_index", object)
+    if dtype is not None:
+        expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        _check_converts(dtype)
+    check_index(slice)
+    copies = HostCopies()
+    target = None if device is None else _available(device)
+    return CaptureOptions(
+        stop=stop,
+        cut=slice is not None,
+        only_last=calls == "last",
+        copies=copies,
+        collector={
+            "detach": detach,
+            "copy": copy,
+            "keep": _calls_to_keep(calls),
+            "convert": converter(copies, target, dtype, slice, copy),
+            "grads": grads,
+            "max_bytes": None if max_bytes is None else at_least(1, "max_bytes", max_bytes),
+        },
+    )
+
+
+def _check_converts(dtype: torch.dtype) -> None:
+    try:
+        torch.empty(1).to(dtype)
+    except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
+        msg = f"dtype is one that tensors of floating point convert to, got {dtype}"
+        raise HookTypeError(msg) from error
+
+
+def _available(device: torch.device | str) -> torch.device:
+    """Returns a device with its index ("cuda" is one of "cuda:0" and others)."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        msg = (
+            f"device={str(device)!r} of a capture is not available: torch sees {', '.join(found)} "
+            "here. An engine takes no device, its captures arrive on the CPU"
+        )
+        raise RuntimeError(msg) from error
+
+
+def _calls_to_keep(calls: Any) -> int | None:
+    if isinstance(calls, str):
+        if calls in _KEEP_NAMES:
+            return _KEEP_NAMES[calls]
+        msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
+        raise ValueError(msg)
+    return at_least(1, "calls", calls, "'last', 'all' or a number of calls")
+
+
+_KEEP_NAMES = {"last": 1, "all": None}
+
+
+class PlaceInPlan(NamedTuple):
+    """Place of a capture in a plan, as the core takes it."""
+
+    capture: int
+    mask: int | None
+
+
+class Recorders(NamedTuple):
+    """Recorders of a capture, or of a `keep` in a plan."""
+
+    places: dict[str, int]
+    """Index of each name in the collector."""
+    options: CaptureOptions
+    collector: Collector
+    """Of a plan: the template of its requests' collectors."""
+    handles: list[HookHandle]
+    """In the order of the names."""
+    multipliers: dict[int, float]
+    """Factors of what is captured, by index, where they are not 1."""
+    heads: dict[int, Head]
+    """Heads that are meant of what is captured, by index."""
+
+    @classmethod
+    def begin(  # noqa: PLR0913 (the last two are of plans)
+        cls,
+        model: nn.Module,
+        places: Mapping[str, Place],
+        options: CaptureOptions,
+        scope: Frame,
+        *,
+        priority_of: Callable[[Place], int] | None = None,
+        place: PlaceInPlan | None = None,
+    ) -> Self:
+        """Records the calls in a scope, until it is left, of modules that are instrumented.
+
+        Args:
+            model: where calls end that are stopped.
+            places: by name.
+            options: of the capture.
+            scope: the scope.
+            priority_of: priority of a place's recorder in a plan; behind all in a capture.
+            place: of the capture in a plan.
+        """
+        root = registry_of(model) if options.stop else None
+        collector = Collector(
+            [*places], stop=None if root is None else root.module, **options.collector
+        )
+        everything = [*places.values()]
+        handles: dict[int, HookHandle] = {}
+        for (priority, inputs, _), indices in _alike(everything, priority_of).items():
+            own = [everything[index].module for index in indices]
+            part = everything[indices[0]].part
+            recorded = record_all(
+                collector, own, priority, scope, inputs, part, place=place, indices=indices
+            )
+            handles |= zip(indices, recorded, strict=True)
+        if root is not None:  # behind the recorders: where calls begin and end that may be stopped
+            calls = RootCalls(collector, place)
+            root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
+            root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
+        # Without the GIL, a dict whose keys another thread made is read under its lock, unless they
+        # are interned.
+        indices_of = dict(zip(map(sys.intern, places), range(len(places)), strict=True))
+        in_order = [handles[index] for index in sorted(handles)]
+        factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
+        heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
+        if heads and options.cut:
+            msg = "slice= of a capture and a head, as in @z.3.5, cut one tensor: leave out one"
+            raise HookTypeError(msg)
+        return cls(indices_of, options, collector, in_order, factors, heads)
+
+    def part(self, collector: Collector, *, grads: bool = False) -> Part:
+        """Returns the values in a collector, or their gradients."""
+        only_last = self.options.only_last
+        recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
+        values = recorded(collector, self.options.copies)
+        factors = {index: 1 / it if grads else it for index, it in self.multipliers.items()}
+        return Part(self.places, values, only_last, factors, self.heads)
+
+
+def _alike(
+    places: list[Place], priority_of: Callable[[Place], int] | None
+) -> dict[tuple[int, bool, Any], list[int]]:
+    """Groups indices of places by priority, phase and part."""
+    groups: defaultdict[tuple[int, bool, Any], list[int]] = defaultdict(list)
+    for index, place in enumerate(places):
+        priority = BEHIND_ALL if priority_of is None else priority_of(place)
+        part = place.part
+        if part is not None:
+            steps = part if type(part) is tuple else (part,)
+            plain = all(type(step) in {int, str} for step in steps)
+            part = (type(part), part) if plain else id(part)
+        groups[priority, place.inputs, part].append(index)
+    return groups

@@ -1,0 +1,1 @@
+"""Stores of collected tensors: on disk and in memory."""

@@ -1,0 +1,21 @@
+"""`Shard`: the part of a batch in one file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ferrohook.data.stores.store import Batch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a batch that is written to one file."""
+
+    run: str
+    batch: int
+    content: Batch
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of run {self.run!r}"

@@ -1,0 +1,1 @@
+"""Effects: interventions with their formulas, and typed hooks."""

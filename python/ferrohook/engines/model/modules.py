@@ -1,0 +1,465 @@
+"""Modules of a model in an engine: which can be hooked, and which tensor of their output is meant.
+
+The worker makes the table as it loads the model. The front end, which has no model, validates plans
+by it; the worker rewrites them by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from ferrohook.effects.formulas import SUM
+from ferrohook.names.select import select
+from ferrohook.names.spelling import SIGN, as_lens, from_lens
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.quantity import Quantities
+from ferrohook.util.errors import HookTypeError, SelectionError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from ferrohook.plans import Prepared
+    from ferrohook.plans.positions import At
+    from ferrohook.quantity import Quantity
+
+Tokens: TypeAlias = tuple[int, int]
+"""Width and bytes per token of a tensor."""
+Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
+"""Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
+
+OBSERVED_ROWS: Final = 7
+"""Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleInfo:
+    """A module of the model."""
+
+    kind: Kind
+    width: int = 0
+    """Last dimension of the tensor."""
+    row_bytes: int = 0
+    """Bytes of the tensor per token."""
+    refused: str | None = None
+    """Reason why it cannot be hooked."""
+    inputs: tuple[Tokens | None, ...] = ()
+    """Those of each positional argument; None for one without a row per token."""
+    outputs: tuple[Tokens | None, ...] = ()
+    """Those of each part of an output that is no single tensor."""
+    place: str | None = None
+    """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
+
+    def index(self, name: str, index: Any) -> Any:
+        """Returns the `output_index` that an entry means.
+
+        Args:
+            name: of the module, for errors.
+            index: of the entry; None without one.
+
+        Raises:
+            ValueError: the output has no such part, or several that may be meant.
+        """
+        if index is not None:
+            self.part(name, index)
+            return index
+        if self.kind == "tensor":
+            return index
+        if self.kind == "other":
+            msg = f"{name!r} returns several tensors: name one by output_index"
+            raise ValueError(msg)
+        return SUM if self.kind == "stream" else 0
+
+    def part(self, name: str, index: Any) -> Tokens:
+        """Returns width and bytes of the part of an output that is named.
+
+        Raises:
+            ValueError: the output has no such part.
+        """
+        if index == "sum" and self.kind == "stream":
+            return self.width, self.row_bytes
+        found: Tokens | None = None
+        if isinstance(index, int) and -len(self.outputs) <= index < len(self.outputs):
+            found = self.outputs[index]
+        if found is None:
+            places = [place for place, each in enumerate(self.outputs) if each is not None]
+            there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
+            msg = f"output_index={index!r}: {name!r} {there}"
+            raise ValueError(msg)
+        return found
+
+    def input(self, name: str, index: Any) -> Tokens:
+        """Returns width and bytes per token of the positional argument that is meant.
+
+        Raises:
+            ValueError: there is none, or several.
+        """
+        inputs = self.inputs
+        if isinstance(index, int) and index >= 0:
+            inputs = inputs[index : index + 1]
+        if len(inputs) != 1 or (found := inputs[0]) is None:
+            places = [place for place, each in enumerate(self.inputs) if each is not None]
+            advice = (
+                f"name one of {places} by output_index"
+                if places
+                else "the engine calls it by keywords, or not at all as one that is fused; take "
+                "the output of the module before it, or its own"
+            )
+            msg = (
+                "inputs=True and phase='forward_pre' take a positional argument with a row per "
+                f"token, and {name!r} has {'several' if places else 'none'}: {advice}"
+            )
+            raise ValueError(msg)
+        return found
+
+    def captured(self, name: str, options: Mapping[str, Any]) -> Tokens:
+        """Returns width and bytes per token of the tensor that a capture means.
+
+        Args:
+            name: of the module, for errors.
+            options: of the capture.
+
+        Raises:
+            ValueError: there is none, or several.
+        """
+        index = options.get("output_index")
+        if options.get("inputs"):
+            return self.input(name, index)
+        return (self.width, self.row_bytes) if index is None else self.part(name, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """Quantities of an engine's model, at places of its own."""
+
+    table: Quantities = dataclasses.field(default_factory=lambda: Quantities({}, {}, "the engine"))
+    heads: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Number and width of the heads of those that stand side by side, by name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {"table": self.table.to_json(), "heads": {**self.heads}}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> NamedTensors:
+        """Reads what `to_json` returned."""
+        heads = {name: (count, width) for name, (count, width) in found["heads"].items()}
+        return cls(Quantities.from_json(found["table"]), heads)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Returns each with its place and proof, and the reason of each that is refused."""
+        shown = described(self.table)
+        return {
+            name: each if "refused" in each else each | {"heads": self.heads.get(name)}
+            for name, each in shown.items()
+        }
+
+    def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
+        """Returns those that stand at the sites of a compiled engine; others are missing."""
+        served, missing = {}, dict(self.table.missing)
+        for name, each in self.table.items():
+            own = each.path in sites and each.phase == "forward" and each.part == index
+            if own and each.multiplier == 1:
+                served[name] = each
+            else:
+                missing[name.removeprefix(SIGN)] = (
+                    f"it stands at the {each.place}, which is no site of this compiled engine, see "
+                    "additional_config"
+                )
+        return NamedTensors(Quantities(served, missing, self.table.model), {})
+
+
+def described(table: Quantities) -> dict[str, dict[str, Any]]:
+    """Returns each quantity with its place and proof, and the reason of each that is refused."""
+    shown: dict[str, dict[str, Any]] = {
+        name: {
+            "place": each.place,
+            "equation": each.equation,
+            "residual": each.residual,
+            "writable": each.writable,
+        }
+        for name, each in table.items()
+    }
+    return shown | {f"{SIGN}{name}": {"refused": it} for name, it in table.missing.items()}
+
+
+class ModuleTable:
+    """Table of the modules of a model, by path.
+
+    Args:
+        table: the modules.
+        fused: names of modules that the engine fuses, by the name of the fused one.
+        compiled: True if they are the sites of a compiled engine.
+        named: the quantities of the model.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, ModuleInfo],
+        fused: Mapping[str, Sequence[str]],
+        *,
+        compiled: bool = False,
+        named: NamedTensors | None = None,
+    ) -> None:
+        self.table = dict(table)
+        self.compiled = compiled
+        self.named = named or NamedTensors()
+        self.fused = {part: whole for whole, parts in fused.items() for part in parts}
+        self._fused = {whole: [*parts] for whole, parts in fused.items()}
+        self._owners = {it.place: name for name, it in self.table.items() if it.place is not None}
+        # `select` works on modules.
+        self._skeleton = _skeleton(self.table)
+
+    def to_json(self) -> str:
+        """Writes the table as JSON."""
+        table = {name: dataclasses.asdict(info) for name, info in self.table.items()}
+        return json.dumps(
+            {
+                "table": table,
+                "fused": self._fused,
+                "compiled": self.compiled,
+                "named": self.named.to_json(),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> ModuleTable:
+        """Reads a table that `to_json` wrote."""
+        found = json.loads(text)
+        table = {
+            name: ModuleInfo(
+                **it
+                | {
+                    side: tuple(each and tuple(each) for each in it[side])
+                    for side in ("inputs", "outputs")
+                }
+            )
+            for name, it in found["table"].items()
+        }
+        named = NamedTensors.from_json(found["named"])
+        return cls(table, found["fused"], compiled=found["compiled"], named=named)
+
+    def at_sites(self, what: Any) -> tuple[ModuleTable, list[str], Any]:
+        """Returns the table of a compiled engine, its sites and their `output_index`.
+
+        Raises:
+            ValueError: a module cannot be a site, or their outputs differ in kind or width.
+        """
+        found = self.selected(what)
+        kinds = {(info.kind, info.width) for info in found.values()}
+        if len(kinds) > 1:
+            msg = f"the sites of an engine have one kind of output and one width, got {kinds}"
+            raise ValueError(msg)
+        name, info = next(iter(found.items()))
+        refused = dataclasses.replace(
+            NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
+        )
+        table = {name: found.get(name, refused) for name in self.table}
+        index = info.index(name, None)
+        named = self.named.at_sites(found, index)
+        return ModuleTable(table, self._fused, compiled=True, named=named), [*found], index
+
+    def without(self, partial: Collection[str]) -> ModuleTable:
+        """Returns the table with modules refused whose tensors are parts on each rank."""
+        refused = ModuleInfo(
+            "other",
+            refused="tensor parallelism: its input or output on a rank is a shard or a partial sum",
+        )
+        table = {
+            name: refused if name in partial and info.refused is None else info
+            for name, info in self.table.items()
+        }
+        return ModuleTable(table, self._fused, named=self.named)
+
+    def with_quantities(self, named: NamedTensors) -> ModuleTable:
+        """Returns the table with the quantities of the model."""
+        return ModuleTable(self.table, self._fused, compiled=self.compiled, named=named)
+
+    def selected(self, what: Any) -> dict[str, ModuleInfo]:
+        """Returns the modules that a selector of a plan names.
+
+        Raises:
+            ValueError: it matches none, or one that cannot be hooked.
+        """
+        if isinstance(what, list):
+            what = [self._owners.get(it, it) if isinstance(it, str) else it for it in what]
+        names, rest = self.split(what)
+        found = {name: self.quantity_info(name) for name in names}
+        return found if names and rest is None else found | self._selected(rest)
+
+    def split(self, what: Any) -> tuple[list[str], Any]:
+        """Splits a selector into names of quantities, globs resolved, and the rest, None if empty.
+
+        Raises:
+            ValueError: a quantity is not proved.
+        """
+        if isinstance(what, str):
+            lens = None if what in self.table else from_lens(what)
+            if not what.startswith(SIGN) and lens is None:
+                return [], what
+            try:
+                found = self.named.table.matching(lens or what)
+            except SelectionError as error:
+                raise ValueError(str(error)) from error
+            return [it.name if lens is None else as_lens(it.name, what) for it in found], None
+        if not isinstance(what, list | tuple | set | frozenset):
+            return [], what
+        names: list[str] = []
+        rest = []
+        for each in what:
+            found_names, left = self.split(each)
+            names += found_names
+            rest += [] if found_names else [left]
+        return names, rest or None
+
+    def quantity(self, name: str) -> Quantity | None:
+        """Returns the quantity of this name, None for a path."""
+        if name in self.table:
+            return None
+        found = name if name.startswith(SIGN) else from_lens(name)
+        return None if found is None else self.named.table[found]
+
+    def path_of(self, name: str) -> str:
+        """Returns the path of the module that is hooked for a module or a quantity."""
+        quantity = self.quantity(name)
+        return self.place_of(name) if quantity is None else quantity.path
+
+    def heads_of(self, name: str) -> tuple[int, int] | None:
+        """Returns number and width of the heads of a quantity that has them side by side."""
+        quantity = self.quantity(name)
+        return None if quantity is None else self.named.heads.get(quantity.name)
+
+    def quantity_info(self, name: str) -> ModuleInfo:
+        """Returns a quantity as a module that returns it."""
+        quantity = self.named.table[from_lens(name) or name]
+        info = self.table[self._owners.get(quantity.path, quantity.path)]
+        part: Any = quantity.part
+        if quantity.phase == "forward_pre":
+            width, size = info.input(quantity.path, part)
+        elif part is None or part == SUM:
+            width, size = info.width, info.row_bytes
+        else:
+            width, size = info.part(quantity.path, part)
+        return ModuleInfo("tensor", width, size)
+
+    def _selected(self, what: Any) -> dict[str, ModuleInfo]:
+        for path in _paths(what):
+            info = self.table.get(path)
+            if info is not None and info.refused is not None:
+                msg = f"{path!r} cannot be hooked: {info.refused}"
+                raise ValueError(msg)
+            *_, last = path.rpartition(".")
+            if info is None and (whole := self.fused.get(last)) is not None:
+                fused = path.removesuffix(last) + whole
+                msg = f"{path!r} is part of a module that the engine fuses: {fused!r}"
+                raise ValueError(msg)
+        try:
+            names = [*select(self._skeleton, what, called=True)]
+        except (SelectionError, HookTypeError) as error:
+            raise ValueError(str(error)) from error
+        found = {name: self.table[name] for name in names}
+        for name, info in found.items():
+            if info.refused is not None:
+                msg = f"{name!r} cannot be hooked: {info.refused}"
+                raise ValueError(msg)
+        return found
+
+    def with_places(self, places: Mapping[str, str]) -> ModuleTable:
+        """Returns the table with hook points that stand for the outputs of modules."""
+        # The input of such a module is a part of the stream, of which the engine keeps account.
+        moved = {
+            name: dataclasses.replace(self.table[name], place=place, inputs=())
+            for name, place in places.items()
+        }
+        return ModuleTable(self.table | moved, self._fused, named=self.named)
+
+    def place_of(self, name: str) -> str:
+        """Returns the name of the module that is hooked for a module."""
+        return (name in self.table and self.table[name].place) or name
+
+    def placed(self, plan: Plan) -> Plan:
+        """Moves the entries of a rewritten plan to the hook points of their modules."""
+        if not self._owners:
+            return plan
+        return Plan(*(self._moved(entry) for entry in plan.entries))
+
+    def _moved(self, entry: HookEntry | KeepEntry) -> HookEntry | KeepEntry:
+        names = [*self.selected(entry.what)]
+        return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
+
+    def captures(self, plan: Plan | Prepared) -> list[Capture]:
+        """Returns the captures of a rewritten plan."""
+        found = []
+        for entry in plan.entries:
+            if isinstance(entry, KeepEntry):
+                modules = self.selected(entry.what)
+                values = [
+                    CapturedValue(
+                        entry.name_of(path), entry.name_of(self.place_of(path)), self.heads_of(path)
+                    )
+                    for path in modules
+                ]
+                size = sum(_row_bytes(info, name, entry) for name, info in modules.items())
+                found.append(Capture(entry.at, size, values))
+        return found
+
+
+class CapturedValue(NamedTuple):
+    """A tensor that a request captures."""
+
+    name: str
+    """In the engine's answer."""
+    place: str
+    """In the request's activations."""
+    heads: tuple[int, int] | None
+    """Number and width of heads, which get dimensions of their own."""
+
+
+class Capture(NamedTuple):
+    """An entry of a plan that captures."""
+
+    at: At
+    row_bytes: int
+    """Bytes per token."""
+    values: list[CapturedValue]
+
+
+def _row_bytes(info: ModuleInfo, name: str, entry: KeepEntry) -> int:
+    """Returns the bytes per token of a capture."""
+    width, size = info.captured(name, entry.options)
+    dtype: torch.dtype | None = entry.options.get("dtype")
+    return size if dtype is None else width * dtype.itemsize
+
+
+def _paths(what: Any) -> list[str]:
+    """Returns the strings in a selector."""
+    if isinstance(what, str):
+        return [what]
+    members = what if isinstance(what, list | tuple | set | frozenset) else ()
+    return [path for member in members for path in _paths(member)]
+
+
+class Model(nn.Module):
+    """Stands for a module that runs in a forward; errors of `select` name the class."""
+
+    def forward(self) -> None:
+        """Marks the module as one that is called, for `select`."""
+
+
+def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
+    """Makes modules of the names in a table; those that never ran are containers."""
+    made: dict[str, nn.Module] = {}
+    for name, info in table.items():
+        made[name] = nn.Module() if info == NEVER_RAN else Model()
+        if name:
+            parent, _, last = name.rpartition(".")
+            made[parent].add_module(last, made[name])
+    return made[""]
+
+
+NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of the engine's model")

@@ -1,0 +1,255 @@
+"""Values of a model's modules in one observed step of an engine, and entries that do not fit them.
+
+An entry of a plan that names a part which an output lacks, or a vector of another width, is refused
+as it comes, not as its request runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.attach.attention import is_point
+from ferrohook.effects.formulas import part_of
+from ferrohook.effects.interventions import Intervention
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.util.tensors import parts, rebuilt, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from ferrohook.names.places import Place
+
+
+class _Unknown:
+    """Stands for an object that may hold anything: the value is not kept alive."""
+
+
+_UNKNOWN: Final = _Unknown()
+
+
+class Call(NamedTuple):
+    """Call of a module; tensors of the device "meta" stand for its own."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    def value(self, *, inputs: bool, by_keyword: bool = False) -> Any:
+        """Returns what a hook or capture of the module's input or output sees."""
+        if not inputs:
+            return self.output
+        if by_keyword or not self.args:
+            return self.kwargs
+        return self.args[0] if len(self.args) == 1 else self.args
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
+    """Observes the calls of all modules of a model in a block, in this thread.
+
+    Yields:
+        The calls so far, by module.
+    """
+    calls: dict[nn.Module, list[Call]] = {}
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() == thread:
+            call = Call(*map(_outline, (args, kwargs, output)))
+            calls.setdefault(module, []).append(call)
+
+    hooks = [each.register_forward_hook(note, with_kwargs=True) for each in model.modules()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _outline(value: Any) -> Any:
+    """Returns a value with tensors of the device "meta" in place of its own."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    inside = parts(value)
+    if inside is not None:
+        return rebuilt(value, [_outline(item) for _, item in inside])
+    return value if isinstance(value, int | float | str | None) else _UNKNOWN
+
+
+def check_slice(index: Any, where: str, shape: Sequence[int], dim: int = 0) -> None:
+    """Checks that an index fits a tensor, and keeps all of its rows in their place.
+
+    Args:
+        index: `slice` of a capture; None for none.
+        where: what it is, for the error.
+        shape: of the tensor.
+        dim: dimension of the rows, of which another step has another number.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if index is None:
+        return
+    shown = [*map(str, shape[:dim]), "tokens", *map(str, shape[dim + 1 :])]
+    for tokens in (2, 3):  # a list of rows may be all rows of one step
+        rows = torch.arange(tokens)
+        whole = rows.view([-1] + [1] * (len(shape) - dim - 1))
+        whole = whole.expand(*shape[:dim], tokens, *shape[dim + 1 :])
+        kept = _cut(whole, index, where, shown)
+        moved = kept.movedim(dim, -1) if kept.dim() > dim else kept[..., None]
+        if moved.shape[-1] != tokens or not bool((moved == rows).all()):
+            msg = f"slice={index!r} does not keep all tokens of the {where} in their dimension"
+            raise ValueError(msg)
+
+
+def _cut(tensor: Tensor, index: Any, where: str, shape: Sequence[object]) -> Tensor:
+    try:
+        return tensor if index is None else tensor[index]
+    except (IndexError, TypeError) as error:
+        shown = f"({', '.join(map(str, shape))})"
+        msg = f"slice={index!r} does not fit the {where}, of {shown}: {error}"
+        raise ValueError(msg) from error
+
+
+class StepValues(NamedTuple):
+    """Values of all modules that run in a step of an engine."""
+
+    calls: Mapping[nn.Module, Sequence[Call]]
+    rows: int
+    dim: int
+    """Dimension of the rows."""
+    other_dims: Mapping[nn.Module, int]
+    """That of the modules where it is another."""
+    head: Collection[nn.Module] = ()
+    """Modules that see rows of their own, in `dim`."""
+
+    def refusal(self, name: str, place: Place, entry: HookEntry | KeepEntry) -> str | None:
+        """Returns why an entry of a plan does not fit one of its places; None if it may.
+
+        Args:
+            name: of the place.
+            place: where the entry acts.
+            entry: of the plan.
+        """
+        try:
+            if is_point(place.module):
+                self._check_point(name, place, entry)
+            for call in self.calls.get(place.module, ()):
+                self._check(name, place, entry, call)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _check_point(self, name: str, place: Place, entry: HookEntry | KeepEntry) -> None:
+        shape = place.shape
+        if isinstance(entry, KeepEntry) and shape is not None and place.head is None:
+            tokens_first = shape[self.dim :] if entry.at is not None else shape
+            dim = 0 if entry.at is not None else self.dim
+            check_slice(entry.options.get("slice"), f"tensor at {name!r}", tokens_first, dim)
+
+    def _check(self, name: str, place: Place, entry: HookEntry | KeepEntry, call: Call) -> None:
+        if isinstance(entry, KeepEntry):
+            inputs, part = place.inputs, place.part
+        elif isinstance(entry.hook, Intervention):
+            inputs = place.inputs or entry.phase == "forward_pre"
+            part = entry.hook.output_index if place.quantity is None else place.part
+        else:
+            return  # a Python function sees for itself
+        value = call.value(inputs=inputs, by_keyword=place.by_keyword)
+        where = f"{'input' if inputs else 'output'} of {name!r}"
+        found = _part(where, value, part)
+        if found is _UNKNOWN:
+            return
+        dim = self.other_dims.get(place.module, self.dim)
+        alone = place.module in self.head
+        tensors = [*tensors_in(found)]
+        with_rows = [it for it in tensors if alone or it.shape[dim : dim + 1] == (self.rows,)]
+        if not with_rows:
+            msg = f"the {where} has no tensor with a row per token: {self.rows} tokens give "
+            msg += f"{[(*each.shape,) for each in tensors]}"
+            raise ValueError(msg)
+        if isinstance(entry, HookEntry):
+            if inputs and not call.args and not place.by_keyword:
+                msg = f"{name!r} takes no positional argument that an intervention could change"
+                raise ValueError(msg)
+            _check_vector(entry.hook, where, found, dim)
+            return
+        index = entry.options.get("slice")
+        for tensor in tensors:
+            if all(tensor is not it for it in with_rows):
+                _cut(tensor, index, where, tensor.shape)
+            elif entry.at is None or dim == 0:
+                check_slice(index, where, tensor.shape, dim)
+            else:
+                check_slice(index, where, tensor.shape[dim:])
+
+
+def _part(where: str, value: Any, part: Any) -> Any:
+    """Returns the part of a value that `output_index` names.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if part is None or value is _UNKNOWN:
+        return value
+    found = None
+    if not isinstance(value, Tensor):
+        with contextlib.suppress(Exception):  # whatever an index of another type raises
+            found = part_of(value, part)
+    if found is None or found is _UNKNOWN:
+        msg = f"output_index={part!r}: the {where} "
+        if isinstance(value, Tensor):
+            msg += "is one tensor: leave it out"
+        else:
+            msg += f"has tensors at {_keys(value)}"
+        raise ValueError(msg)
+    return found
+
+
+def _keys(value: Any) -> list[Any]:
+    """Returns the keys of the parts of a value that are or have tensors."""
+    return [key for key, item in parts(value) or () if any(True for _ in tensors_in(item))]
+
+
+def _check_vector(hook: Intervention, where: str, value: Any, dim: int) -> None:
+    """Checks that an intervention changes a value, whatever its number of rows.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(value, Tensor):
+        msg = (
+            f"{hook!r} changes a tensor: name one of {_keys(value)} of the {where} by output_index"
+        )
+        raise ValueError(msg)  # noqa: TRY004 (as of all that does not fit)
+    if not value.is_floating_point() and not value.is_complex():
+        msg = f"{hook!r} changes tensors of floating point, and the {where} is {value.dtype}"
+        raise ValueError(msg)
+    check_width(hook, where, value.shape[-1])
+    vector = hook.vector
+    if vector is None:
+        return
+    # A number of rows that no vector has by chance.
+    shape = (*value.shape[:dim], vector.numel() + 1, *value.shape[dim + 1 :])
+    try:
+        vector.to("meta").expand(shape)
+    except RuntimeError as error:
+        rest = ", ".join("tokens" if n == dim else str(it) for n, it in enumerate(value.shape))
+        msg = f"{hook!r} does not fit the {where}, of ({rest}), for any number of tokens"
+        raise ValueError(msg) from error
+
+
+def check_width(hook: Intervention, tensor: str, width: int) -> None:
+    """Checks that the vector of an intervention is as wide as a tensor, or broadcasts.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if hook.width not in {None, 1, width}:
+        msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
+        raise ValueError(msg)

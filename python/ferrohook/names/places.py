@@ -1,0 +1,240 @@
+"""Places: where a hook or a capture finds its tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ferrohook._core import NativeHook, TypedHook
+from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.effects.interventions import Add, Clamp, Intervention, Replace
+from ferrohook.util.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+    from ferrohook.effects.typed import Phase
+
+
+class Head(NamedTuple):
+    """One head of a tensor of all heads."""
+
+    number: int
+    dim: int
+    """Dimension of the heads, counted from the end."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the head's part of a tensor."""
+        return tensor.select(self.dim, self.number)
+
+
+class Place(NamedTuple):
+    """A tensor, or a value, that a module takes or returns."""
+
+    path: str
+    """Name of the module; of a point, behind that of its attention module."""
+    module: nn.Module
+    inputs: bool = False
+    part: Any = None
+    """Index, key or attribute, see `output_index` of a capture; None for the value itself."""
+    multiplier: float = 1.0
+    """Factor of the tensor: what is captured is multiplied by it, what is written divided."""
+    quantity: str | None = None
+    """Name of the quantity that stands there; None where a module was selected."""
+    writable: bool = True
+    """False for a quantity that can be read alone."""
+    shape: tuple[int, ...] | None = None
+    """Shape of a quantity in the call that was looked at, where widths are those of any call."""
+    head: Head | None = None
+    """Head that is meant of a tensor that has them all."""
+
+    @property
+    def by_keyword(self) -> bool:
+        """True for a tensor that the module takes as a keyword argument."""
+        return self.inputs and isinstance(self.part, str)
+
+    @property
+    def shown(self) -> str:
+        """Phase and part, for errors."""
+        inside = "" if self.part is None else f"[{self.part!r}]"
+        return f"the {'input' if self.inputs else 'output'}{inside} of {self.path or 'the model'!r}"
+
+
+class HookGroup(NamedTuple):
+    """Modules on which a hook is registered in one form."""
+
+    phase: Phase
+    hook: Any
+    modules: dict[str, nn.Module]
+    """By the names of modules and quantities."""
+    options: dict[str, Any]
+
+
+def modules_of(places: Iterable[Place]) -> dict[str, nn.Module]:
+    """Returns the modules of places, each once, by name."""
+    return {place.path: place.module for place in places}
+
+
+def hooks_at(places: Mapping[str, Place], hook: Any, phase: Phase) -> list[HookGroup]:
+    """Returns the forms of a hook that act at places as it does on what was selected.
+
+    Args:
+        places: by name.
+        hook: for quantities an intervention, or a callable `hook(module, args, value)`.
+        phase: of the hook on selected modules.
+
+    Raises:
+        HookTypeError: a hook on a quantity is of another kind or for another phase, names an
+            `output_index`, or changes one that can only be read.
+    """
+    modules = {name: place.module for name, place in places.items() if place.quantity is None}
+    groups = [HookGroup(phase, hook, modules, {})] if modules else []
+    forms: dict[tuple[Any, ...], HookGroup] = {}
+    for name, place in places.items():
+        if place.quantity is None:
+            continue
+        key = (place.inputs, type(place.part), *place[3:5], place.writable, place.head)
+        if key not in forms:
+            _check(place, hook, phase)
+            own: Phase = "forward_pre" if place.inputs else "forward"
+            form = _intervention_at(place, hook) if isinstance(hook, Intervention) else None
+            options = {"with_kwargs": True} if place.by_keyword else {}
+            forms[key] = HookGroup(own, form or Written(place, hook), {}, options)
+        forms[key].modules[name] = place.module
+    return [*groups, *forms.values()]
+
+
+def _check(place: Place, hook: Any, phase: Phase) -> None:
+    if isinstance(hook, Intervention):
+        if not place.writable:
+            raise HookTypeError(_read_only(place))
+        if hook.output_index is not None:
+            msg = f"{place.quantity} is one tensor, so {type(hook).__name__} takes no output_index"
+            raise HookTypeError(msg)
+        if place.shape is not None and hook.width not in {None, 1, place.shape[-1]}:
+            msg = f"{hook!r} has a width of {hook.width}, {place.quantity} one of {place.shape[-1]}"
+            raise HookTypeError(msg)
+    elif isinstance(hook, TypedHook | NativeHook) or not callable(hook):
+        msg = (
+            f"{place.quantity} takes an intervention or a callable hook(module, args, value), got "
+            f"{type(hook).__name__}"
+        )
+        raise HookTypeError(msg)
+    if phase != "forward":
+        msg = f"{place.quantity} has a place of its own: leave out phase={phase!r}"
+        raise HookTypeError(msg)
+
+
+def _read_only(place: Place) -> str:
+    return (
+        f"{place.quantity} can be read and not written: what is written to {place.shown} does not "
+        "arrive as its equation says; write to the contributions around it"
+    )
+
+
+def _intervention_at(place: Place, hook: Intervention) -> Any:
+    """Returns the native form of an intervention; None if there is none."""
+    scaled = _scaled(hook, place.multiplier)
+    if place.by_keyword or place.head is not None:
+        return None
+    return type(scaled)(*scaled.values, output_index=place.part)
+
+
+def _scaled(hook: Intervention, multiplier: float) -> Intervention:
+    """Returns the intervention on a tensor that a quantity is a multiple of."""
+    if multiplier == 1:
+        return hook
+    if isinstance(hook, Add):
+        vector, scale = hook.values
+        return Add(vector, scale / multiplier)
+    if isinstance(hook, Replace):
+        return Replace(hook.values[0] / multiplier)
+    if isinstance(hook, Clamp):
+        direction, *bounds = hook.values
+        scaled = [None if each is None else each / multiplier for each in bounds]
+        low, high = scaled if multiplier > 0 else reversed(scaled)
+        return Clamp(direction, low, high)
+    return hook  # Scale, Ablate and Zero do the same to any multiple
+
+
+class Written:
+    """Hook of PyTorch's contract that acts on a quantity.
+
+    Args:
+        place: where it stands.
+        hook: an intervention, or `hook(module, args, value)`: what it returns replaces the
+            quantity, None leaves it.
+    """
+
+    def __init__(self, place: Place, hook: Any) -> None:
+        self._place = place._replace(module=None)  # type: ignore[arg-type]  # no reference cycle
+        self._hook = hook
+        self.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
+
+    @property
+    def refuses_positions(self) -> str | None:
+        """Why it cannot change some positions alone; None if it can."""
+        place = self._place
+        if not place.inputs and place.part is None:
+            return None
+        instead = (
+            "leave out at=, or write to another quantity"
+            if place.by_keyword
+            else "use an intervention"
+        )
+        return (
+            f"a Python hook with at= changes what a module returns as one tensor, and "
+            f"{place.quantity} is {place.shown}: {instead}"
+        )
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        """Returns what replaces the module's input or output; None if nothing does."""
+        place = self._place
+        if not place.inputs:
+            (output,) = more
+            return self._changed(module, args, output)
+        if place.by_keyword:
+            (kwargs,) = more
+            changed = self._changed(module, args, kwargs)
+            return None if changed is None else (args, changed)
+        value = args[0] if len(args) == 1 else args
+        changed = self._changed(module, args, value)
+        return changed if changed is None or len(args) > 1 else (changed,)
+
+    def _changed(self, module: nn.Module, args: Any, value: Any) -> Any:
+        """Returns a module's value with the quantity in it changed; None if nothing is."""
+        place = self._place
+        tensor = part_of(value, place.part)
+        if not isinstance(tensor, Tensor):
+            msg = (
+                f"{place.quantity} is no tensor in this call of {module._get_name()}, but "
+                f"{type(tensor).__name__}: its place was found in a call with other arguments"
+            )
+            raise HookTypeError(msg)
+        quantity = tensor if place.multiplier == 1 else tensor * place.multiplier
+        quantity = quantity if place.head is None else place.head.of(quantity)
+        hook = self._hook
+        new = (
+            hook.apply(quantity) if isinstance(hook, Intervention) else hook(module, args, quantity)
+        )
+        if new is None:
+            return None
+        self._check(new, quantity)
+        new = new if place.multiplier == 1 else new / place.multiplier
+        if place.head is not None:
+            new = tensor.select_scatter(new.to(tensor.dtype), place.head.dim, place.head.number)
+        return change_part("replace", value, place.part, lambda _tensor: new)
+
+    def _check(self, new: Any, tensor: Tensor) -> None:
+        if not self._place.writable:
+            raise HookTypeError(_read_only(self._place))
+        if not isinstance(new, Tensor) or new.shape != tensor.shape:
+            got = f"one of {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+            msg = (
+                f"{self._place.quantity} is a tensor of {tuple(tensor.shape)} in this call, and is "
+                f"replaced by one of this shape, got {got}"
+            )
+            raise HookTypeError(msg)

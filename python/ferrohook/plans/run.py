@@ -1,0 +1,140 @@
+"""`run`: one call of a model with hooks, a capture and a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
+
+from ferrohook._core import (
+    NativeDetector,
+    TypedHook,
+)
+from ferrohook.attach.never_fired import explain
+from ferrohook.captures.capture import capture as _capture
+from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import KeepEntry
+from ferrohook.registration.scopes import Scope
+from ferrohook.util.arguments import expect, expect_module
+from ferrohook.util.errors import HookError, NeverFiredWarning
+from ferrohook.util.swallowed import refuse_swallowed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from ferrohook.captures.cache import ActivationCache
+    from ferrohook.effects.interventions import Intervention
+    from ferrohook.names.select import Chosen, Selector
+
+    Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
+
+
+_MEANT: Final = {
+    **dict.fromkeys(
+        ("hook", "fwd_hooks", "bwd_hooks", "forward_hooks", "interventions", "on"), "hooks"
+    ),
+    **dict.fromkeys(
+        ("captures", "captured", "keep", "names_filter", "return_cache", "select", "what"),
+        "capture",
+    ),
+    "plans": "plan",
+}
+"""Names for what `run` takes, near to ours or of other libraries."""
+
+
+@overload
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, Hook] | None = None,
+    capture: None = None,
+    plan: Plan | Prepared | None = None,
+    **kwargs: Any,
+) -> Any: ...
+
+
+@overload
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, Hook] | None = None,
+    capture: Chosen,
+    plan: Plan | Prepared | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ActivationCache[Tensor]]: ...
+
+
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, Hook] | None = None,
+    capture: Selector = None,
+    plan: Plan | Prepared | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Calls a model once, with hooks, a capture and a plan for this call alone.
+
+    Args:
+        model: any module.
+        *args: positional arguments for the model.
+        hooks: dict from a selector, see `select`, to a hook: a forward hook of PyTorch's contract,
+            or a typed hook of any phase.
+        capture: modules whose outputs to capture, see `select`; None for none.
+        plan: a plan, or one prepared for this model, which costs nothing to open. `hooks` fire
+            after its hooks of equal priority.
+        **kwargs: keyword arguments for the model.
+
+    Warns with `NeverFiredWarning` of modules that never ran.
+
+    Returns:
+        The model's output; with `capture` or a plan that keeps a tuple of the output and the
+        `ActivationCache`.
+
+    Raises:
+        SelectionError: a selector matches no module.
+        HookTypeError: a hook is neither a callable nor a typed hook, `plan` is no plan, or a
+            keyword is another name for `hooks`, `capture` or `plan` (`hook`, `fwd_hooks`) or an
+            option of `on`, `keep` or `register` (`at`, `dtype`), and the model's forward does not
+            name it.
+        HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
+
+    Examples:
+        >>> hooks = {"layers.3": steer}
+        >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
+    """
+    expect_module(model, "run calls")
+    refuse_swallowed("run", model, kwargs, _MEANT)
+    expect(hooks, Mapping | None, "hooks is a dict from selectors to hooks")
+    expect(plan, Plan | Prepared | None, "plan is a Plan, or one prepared")
+    keeps = plan is not None and any(isinstance(each, KeepEntry) for each in plan.entries)
+    if keeps and capture is not None:
+        msg = "captures stand in the plan or in capture=, not in both: add fh.keep(...) to the plan"
+        raise HookError(msg)
+    if isinstance(plan, Prepared) and plan.model is not model:
+        msg = f"the plan was not prepared for this {model._get_name()}"
+        raise HookError(msg)
+    session = None if capture is None else _capture(model, capture).tag
+    acts: ActivationCache | None = None
+    nothing = contextlib.nullcontext()
+    with plan.prepare(model) if isinstance(plan, Plan) else nothing as own_plan:
+        prepared = own_plan or cast("Prepared | None", plan)
+        request = None if prepared is None else prepared.open()
+        if request is not None:
+            request.stacklevel = 3  # of this function's caller
+            acts = request.acts if keeps else None
+        with request or nothing, Scope() as own:
+            groups = [
+                register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()
+            ]
+            if session is not None:
+                acts = session.begin(own)
+            output = model(*args, **kwargs)
+            texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
+    if session is not None and (silent := session.silent()):
+        texts.append(explain(model, silent))
+    for text in texts:
+        warnings.warn(text, NeverFiredWarning, stacklevel=2)
+    return output if acts is None else (output, acts)

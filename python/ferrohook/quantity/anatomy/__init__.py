@@ -1,0 +1,1 @@
+"""Anatomy of a model: the stacks, blocks and sublayers that looks at it show."""

@@ -1,0 +1,216 @@
+"""Anatomy of a block: the sums by which its output follows from its input."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from ferrohook.quantity.anatomy.equations import ROUNDINGS, Terms, fit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from ferrohook.quantity.anatomy.equations import Fit
+    from ferrohook.quantity.anatomy.looking import Call, Look
+    from ferrohook.quantity.anatomy.stacks import Block
+
+_ONE: Final = 1.0
+_TWO: Final = 2.5
+_NORM: Final = 1.2
+"""Costs of the steps of an anatomy: of all, the one with the fewest terms is taken."""
+EQUATION: Final = "resid_pre + contributions = resid_post"
+NOTHING_ADDED: Final = "its output is a norm of its input, to which it adds nothing"
+MOST_VALUES: Final = 400
+"""Tensors of the stream's size inside a block, at most."""
+
+
+class Step(NamedTuple):
+    """A step of the stream: a sum with contributions, or a norm."""
+
+    source: int
+    """Value of the stream before it."""
+    result: int
+    terms: tuple[int, ...]
+    """Values of the contributions; none for a norm."""
+    multipliers: tuple[float, ...]
+    """Of the stream and of the contributions."""
+    norm: str | None = None
+    """Path of a norm."""
+
+
+class Anatomist:
+    """Finds the steps of the blocks of one look.
+
+    Args:
+        model: the copy that was looked at, whose modules are called to find norms.
+        look: tensors of one forward.
+    """
+
+    def __init__(self, model: nn.Module, look: Look) -> None:
+        self._model = model
+        self.look = look
+        self._norms: dict[str, bool] = {}
+
+    def steps(self, block: Block) -> list[Step] | str:
+        """Returns the steps from a block's input to its output; the reason if there are none."""
+        start = self.look.sites[block.before].value
+        end = self.look.sites[block.after].value
+        if start == end:
+            return "its output is its input"
+        seen = self._values(block, start, end)
+        if len(seen) > MOST_VALUES:
+            return f"{len(seen)} tensors have the stream's size, too many to search for its sum"
+        if end not in seen:
+            return f"{EQUATION} fails: its output has not the size of its input"
+        numbers = [*seen]
+        terms = Terms([self.look.values[each] for each in numbers])
+        sums = {
+            number: self._pairs(terms, numbers, seen, place) for place, number in enumerate(numbers)
+        }
+        order = count()
+        queue: list[tuple[float, int, int, tuple[Step, ...]]] = [(0, next(order), start, ())]
+        done: set[int] = set()
+        while queue:
+            cost, _, state, way = heapq.heappop(queue)
+            if state == end:
+                return [*way] if any(step.terms for step in way) else NOTHING_ADDED
+            if state in done:
+                continue
+            done.add(state)
+            for extra, step in self._from(state, block, terms, numbers, seen, sums):
+                if step.result not in done:
+                    heapq.heappush(queue, (cost + extra, next(order), step.result, (*way, step)))
+        return self._failure(terms, numbers.index(start), numbers.index(end))
+
+    def _failure(self, terms: Terms, start: int, end: int) -> str:
+        """Tells by how much the nearest sum fails."""
+        residual = terms.nearest(end, start)
+        if residual <= 2 * ROUNDINGS * terms.eps:
+            return f"{EQUATION} shows nothing: a contribution is too small to be told from rounding"
+        return (
+            f"{EQUATION} fails by {residual:.1e}: its output is no sum of its input and tensors "
+            "that its modules return"
+        )
+
+    def _values(self, block: Block, start: int, end: int) -> dict[int, int]:
+        """Returns the values of the stream's size in a block, with the times of first use."""
+        size = self.look.values[start].numel()
+        found: dict[int, int] = {}
+        prefix = f"{block.path}."
+        for each in self.look.sightings:
+            own = each.site.path == block.path and each.value in {start, end}
+            if not (own or each.site.path.startswith(prefix)):
+                continue
+            value = self.look.values[each.value]
+            if value.numel() == size and bool(value.any()):
+                found.setdefault(each.value, each.time)
+        return found
+
+    def _pairs(
+        self, terms: Terms, numbers: list[int], seen: dict[int, int], place: int
+    ) -> list[tuple[int, int]]:
+        """Returns the pairs of values whose sum, with any multipliers, is a value."""
+        time = seen[numbers[place]]
+        ranked = terms.twos(place, None)[:8]
+        pairs = [(numbers[a], numbers[b]) for _, a, b in ranked]
+        return [pair for pair in pairs if max(seen[each] for each in pair) <= time]
+
+    def _from(  # noqa: PLR0913, PLR0917 (what `steps` knows of the block)
+        self,
+        state: int,
+        block: Block,
+        terms: Terms,
+        numbers: list[int],
+        seen: dict[int, int],
+        sums: dict[int, list[tuple[int, int]]],
+    ) -> Iterator[tuple[float, Step]]:
+        """Yields the steps that begin at a value of the stream, with their costs."""
+        place = numbers.index(state)
+        for other, result in enumerate(numbers):
+            if result == state or seen[result] < seen[state]:
+                continue
+            step = self._one(state, result, sums[result])
+            if step is None:
+                step = self._two(terms, numbers, seen, place, other)
+            if step is not None:
+                yield (_ONE if len(step.terms) == 1 else _TWO), step
+        for call in self.look.calls:
+            if call.path.startswith(f"{block.path}.") and [*call.inputs.values()] == [state]:
+                (result, *others) = [*call.outputs.values()] or [state]
+                if result in seen and result != state and not others and self.is_norm(call):
+                    yield _NORM, Step(state, result, (), (1.0,), call.path)
+
+    def _one(self, state: int, result: int, pairs: list[tuple[int, int]]) -> Step | None:
+        for pair in pairs:
+            if state in pair:
+                (other,) = {*pair} - {state}
+                found = self.fit(result, (state, other), (1.0,))
+                if not found.holds:
+                    found = self.fit(result, (state, other))
+                if found.holds:
+                    return Step(state, result, (other,), found.multipliers)
+        return None
+
+    def _two(
+        self, terms: Terms, numbers: list[int], seen: dict[int, int], place: int, other: int
+    ) -> Step | None:
+        for _, a, b in terms.twos(other, place)[:8]:
+            pair = (numbers[a], numbers[b])
+            if max(seen[each] for each in pair) > seen[numbers[other]]:
+                continue
+            found = self.fit(numbers[other], (numbers[place], *pair), (1.0,))
+            if found.holds:
+                first, second = sorted(pair, key=seen.__getitem__)
+                found = self.fit(numbers[other], (numbers[place], first, second), (1.0,))
+                return Step(numbers[place], numbers[other], (first, second), found.multipliers)
+        return None
+
+    def fit(self, total: int, terms: tuple[int, ...], fixed: tuple[float, ...] = ()) -> Fit:
+        """Fits a value by others."""
+        values = self.look.values
+        return fit(values[total], [values[each] for each in terms], fixed)
+
+    def is_norm(self, call: Call) -> bool:
+        """Returns True if a module divides its input by its size, and leaves channels apart.
+
+        The output does not change with the size of the input; where two channels are exchanged,
+        it changes in these two alone.
+        """
+        known = self._norms.get(call.path)
+        if known is None:
+            known = self._norms[call.path] = self._tested(call)
+        return known
+
+    def _tested(self, call: Call) -> bool:
+        (value,) = call.inputs.values()
+        module = self._model.get_submodule(call.path)
+        (sighting,) = [
+            each
+            for each in self.look.sightings
+            if each.site.path == call.path and each.site.inputs and each.time == call.start
+        ]
+        like = next(module.parameters(), None)
+        x = self.look.values[value].view(sighting.shape)
+        x = x if like is None else x.to(like.device)
+        swapped = x.clone()
+        swapped[..., :2] = x[..., :2].flip(-1)
+        try:
+            with torch.no_grad():
+                returned = [module.forward(each * 64) for each in (x, x * 4, swapped)]
+        except Exception:  # noqa: BLE001 (a module that takes more than a tensor fails as it likes)
+            return False
+        if any(not isinstance(it, torch.Tensor) or it.shape != x.shape for it in returned):
+            return False
+        small, large, other = returned
+        same_size = _close(small, large) and not _close(small, x * 64)
+        return same_size and _close(small[..., 2:], other[..., 2:]) and not _close(small, other)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    size = float(one.double().abs().max())
+    return float((one.double() - other.double()).abs().max()) <= 0.02 * size

@@ -1,0 +1,100 @@
+"""Stacks: chains of modules of which each takes what the one before it returns."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferrohook.quantity.anatomy.looking import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ferrohook.quantity.anatomy.looking import Call, Look
+
+_NUMBERED = re.compile(r"\d+$")
+
+
+class Block(NamedTuple):
+    """A module of a stack in one look, with the places of the stream around it."""
+
+    call: Call
+    before: Site
+    after: Site
+
+    @property
+    def path(self) -> str:
+        """Its name."""
+        return self.call.path
+
+
+def chains(look: Look) -> list[list[Block]]:
+    """Finds the chains of numbered modules that run once, outer ones first.
+
+    A chain of one is any numbered module that takes and returns a tensor of one shape.
+    """
+    runs: dict[str, list[Call]] = {}
+    for call in look.calls:
+        if _NUMBERED.search(call.path):
+            runs.setdefault(call.path, []).append(call)
+    calls = sorted((each[0] for each in runs.values() if len(each) == 1), key=lambda it: it.start)
+    following: dict[str, tuple[Call, Any, Any]] = {}
+    taken: set[str] = set()
+    for place, call in enumerate(calls):
+        for other in calls[place + 1 :]:
+            if other.start < call.end or other.path in taken:
+                continue
+            link = _link(look, call, other)
+            if link is not None:
+                following[call.path] = (other, *link)
+                taken.add(other.path)
+                break
+    found = [_chain(look, call, following) for call in calls if call.path not in taken]
+    return sorted(
+        filter(None, found), key=lambda each: (each[0].path.count("."), each[0].call.start)
+    )
+
+
+def _link(look: Look, call: Call, other: Call) -> tuple[Any, Any] | None:
+    """Returns the parts of an output and of an input that are one tensor."""
+    for out, value in call.outputs.items():
+        if look.values[value].numel() == 1:
+            continue
+        for part, taken in other.inputs.items():
+            if taken == value:
+                return out, part
+    return None
+
+
+def _chain(look: Look, first: Call, following: dict[str, tuple[Call, Any, Any]]) -> list[Block]:
+    calls, links = [first], []
+    while (step := following.get(calls[-1].path)) is not None:
+        calls.append(step[0])
+        links.append(step[1:])
+    if not links:
+        same = _same_shape(look, first)
+        links = [] if same is None else [same]
+    if not links:
+        return []
+    outs = [out for out, _ in links[: len(calls) - 1]]
+    outs += [links[-1][0]] * (len(calls) - len(outs))
+    parts = [links[0][1], *(part for _, part in links[: len(calls) - 1])]
+    blocks = []
+    for call, part, out in zip(calls, parts, outs, strict=True):
+        if part not in call.inputs or out not in call.outputs:
+            return []
+        blocks.append(Block(call, Site.input(call.path, part), Site.output(call.path, out)))
+    return blocks
+
+
+def _same_shape(look: Look, call: Call) -> tuple[Any, Any] | None:
+    for out, value in call.outputs.items():
+        for part, taken in call.inputs.items():
+            if look.values[value].shape == look.values[taken].shape:
+                return out, part
+    return None
+
+
+def inside(path: str, outer: Iterable[str]) -> bool:
+    """Returns True if a path lies below one of others."""
+    return any(path.startswith(f"{each}.") for each in outer)

@@ -1,0 +1,248 @@
+"""Sublayers: what adds a contribution to the stream, from what it takes to what it returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ferrohook.quantity.anatomy.looking import Hidden, Site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ferrohook.quantity.anatomy.blocks import Anatomist, Step
+    from ferrohook.quantity.anatomy.looking import Call
+    from ferrohook.quantity.anatomy.stacks import Block
+
+
+class Entry(NamedTuple):
+    """What a sublayer takes of the stream."""
+
+    sites: tuple[Site, ...]
+    """One, or those of a module that takes it several times, as query, key and value."""
+    state: int
+    """Value of the stream that it is computed from."""
+    norm: str | None
+    """Path of the norm between the two."""
+
+
+class Sublayer(NamedTuple):
+    """A contribution to the stream, and what it is computed from."""
+
+    contribution: Site
+    step: int
+    """Place of its step in the block."""
+    term: int
+    """Place among the contributions of the step."""
+    entry: Entry | None
+    last: Site | None
+    """Input of the last projection, and its output."""
+    projected: Site | None
+    norm: str | None
+    """Path of the norm between the last projection and the contribution."""
+    inside: frozenset[str]
+    """Paths of the modules that it was followed through."""
+
+
+class Tracer:
+    """Follows values of a block back to the stream."""
+
+    def __init__(self, anatomist: Anatomist, block: Block, steps: list[Step]) -> None:
+        self._look = anatomist.look
+        prefix = f"{block.path}."
+        self._calls = sorted(
+            (each for each in self._look.calls if each.path.startswith(prefix)),
+            key=lambda it: it.start,
+        )
+        self._prefix = prefix
+        self._block = block
+        self._steps = steps
+        states = [steps[0].source, *(each.result for each in steps)]
+        self._states = states
+        self._norms: dict[int, Call] = {}
+        """Norms of the stream, by what they return."""
+        for call in self._calls:
+            (*taken,) = call.inputs.values()
+            (*returned,) = call.outputs.values()
+            one = len(taken) == len(returned) == 1 and taken[0] in states
+            if one and returned[0] not in states and anatomist.is_norm(call):
+                self._norms.setdefault(returned[0], call)
+        self._anatomist = anatomist
+
+    def sublayers(self) -> Iterator[Sublayer]:
+        """Yields the sublayers in the order of their contributions."""
+        for number, step in enumerate(self._steps):
+            end = self._first(step.result)
+            for term, value in enumerate(step.terms):
+                site = self.output_site(value, end)
+                if site is None:
+                    continue
+                followed: set[str] = set()
+                entry = self._entry(value, {*self._states[: number + 1]}, followed)
+                last = self._last(value)
+                yield Sublayer(site, number, term, entry, *last, frozenset(followed))
+
+    def _first(self, value: int) -> int:
+        prefix, own = self._prefix, self._block.after
+        return min(
+            each.time
+            for each in self._look.sightings
+            if each.value == value and (each.site.path.startswith(prefix) or each.site == own)
+        )
+
+    def output_site(self, value: int, end: int | None = None) -> Site | None:
+        """Returns the site of the last output that is a value before a time, or of an input."""
+        found = [
+            each
+            for each in self._look.sightings
+            if each.value == value
+            and each.site.path.startswith(self._prefix)
+            and each.site in self._look.sites
+            and not isinstance(each.site.part, Hidden)
+            and (end is None or each.time <= end)
+        ]
+        outputs = [each.site for each in found if not each.site.inputs]
+        return outputs[-1] if outputs else found[0].site if found else None
+
+    def state_site(self, value: int) -> Site | None:
+        """Returns the site of a value of the stream: of the outermost module that computes it.
+
+        Failing that, the first input.
+        """
+        calls = self._producers(value)
+        outer: Call | None = None
+        for call in sorted(calls, key=lambda it: it.end):
+            if outer is None or (call.start < outer.start and call.end > outer.end):
+                outer = call
+        if outer is not None:
+            part = next(part for part, each in outer.outputs.items() if each == value)
+            site = Site.output(outer.path, part)
+            if site in self._look.sites:
+                return site
+        inputs = (
+            each.site
+            for each in self._look.sightings
+            if each.value == value
+            and each.site.inputs
+            and each.site.path.startswith(self._prefix)
+            and each.site in self._look.sites
+            and not isinstance(each.site.part, Hidden)
+        )
+        return next(inputs, None)
+
+    def _producers(self, value: int) -> list[Call]:
+        return [call for call in self._calls if value in call.outputs.values()]
+
+    def _consumers(self, value: int) -> list[Call]:
+        return [call for call in self._calls if value in call.inputs.values()]
+
+    def _enclosing(self, call: Call) -> Call | None:
+        outer = [each for each in self._calls if each.start < call.start and each.end > call.end]
+        return outer[-1] if outer else None
+
+    def _entry(self, value: int, states: set[int], followed: set[str]) -> Entry | None:
+        """Finds what a contribution is computed from: a norm of the stream, or the stream."""
+        waiting, done = [value], {value}
+        normed: set[int] = set()
+        plain: dict[Site, int] = {}
+        while waiting:
+            number = waiting.pop()
+            if number in self._norms and {*self._norms[number].inputs.values()} <= states:
+                normed.add(number)
+                continue
+            call = self._maker(number)
+            if call is None:
+                continue
+            followed.add(call.path)
+            for part, taken in call.inputs.items():
+                if taken in states:
+                    plain[Site.input(call.path, part)] = taken
+                elif taken not in done:
+                    done.add(taken)
+                    waiting.append(taken)
+        if len(normed) == 1:
+            call = self._norms[normed.pop()]
+            (part,) = call.outputs
+            (state,) = call.inputs.values()
+            site = Site.output(call.path, part)
+            return Entry((site,), state, call.path) if site in self._look.sites else None
+        if not normed and not plain:
+            return self._first_taker(value, followed)
+        sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
+        one = len({*plain.values()}) == len({site.path for site in plain}) == 1
+        if normed or not one or not sites or not {*sites} <= self._look.sites.keys():
+            return None
+        return Entry(sites, plain[sites[0]], None)
+
+    def _maker(self, value: int) -> Call | None:
+        """Returns the call that computes a value, or in whose own code it is computed."""
+        # Not a dropout in eval mode, which returns what it takes.
+        made = (it for it in self._producers(value) if value not in it.inputs.values())
+        call = next(made, None)
+        consumers = self._consumers(value)
+        return self._enclosing(consumers[0]) if call is None and consumers else call
+
+    def _first_taker(self, value: int, followed: set[str]) -> Entry | None:
+        """Finds the one module that takes the stream between the sum before and a contribution.
+
+        For blocks whose own code is in between, such as `fc2(relu(fc1(x)))`: nothing follows the
+        value from module to module there.
+        """
+        step = next(each for each in self._steps if value in each.terms)
+        norms = [made for made, it in self._norms.items() if step.source in it.inputs.values()]
+        wanted = {step.source, *norms}
+        end = self._first(value)
+        start = self._first(step.source) if step is not self._steps[0] else 0
+        takers = [
+            call
+            for call in self._calls
+            if start <= call.start
+            and call.end < end
+            and call.inputs
+            and {*call.inputs.values()} <= wanted
+            and call not in self._norms.values()
+            and value not in call.outputs.values()
+        ]
+        if len({call.path for call in takers}) != 1:
+            return None
+        ((part, taken), *others) = takers[0].inputs.items()
+        followed.add(takers[0].path)
+        if others:
+            return None
+        if taken in self._norms:
+            norm = self._norms[taken]
+            (part,) = norm.outputs
+            return Entry((Site.output(norm.path, part),), step.source, norm.path)
+        return Entry((Site.input(takers[0].path, part),), step.source, None)
+
+    def _last(self, value: int) -> tuple[Site | None, Site | None, str | None]:
+        """Finds the last projection before a contribution."""
+        norm = None
+        calls = self._producers(value)
+        for call in calls:
+            (*taken,) = call.inputs.values()
+            if len(taken) == 1 and taken[0] != value and self._anatomist.is_norm(call):
+                norm, value = call.path, taken[0]
+                calls = self._producers(value)
+                break
+        leaves = [
+            call
+            for call in calls
+            if len(call.inputs) == 1
+            and not self._children(call)
+            and value not in call.inputs.values()
+        ]
+        if not leaves:
+            return None, None, None
+        call = leaves[0]
+        (taken_part,), (part,) = (
+            call.inputs,
+            [p for p, it in call.outputs.items() if it == value][:1],
+        )
+        site = Site.input(call.path, taken_part)
+        output = Site.output(call.path, part)
+        if not {site, output} <= self._look.sites.keys() or isinstance(taken_part, Hidden):
+            return None, None, None
+        return site, output, norm
+
+    def _children(self, call: Call) -> bool:
+        return any(each.path.startswith(f"{call.path}.") for each in self._calls)

@@ -1,0 +1,1 @@
+"""Proofs of quantities: an equation for each kind."""

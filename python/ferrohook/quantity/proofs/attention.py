@@ -1,0 +1,204 @@
+"""Proofs of q, k, v, z and pattern: looks at what attention functions take and return."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook._core import Attachment
+from ferrohook.attach.attention import DIMENSIONS, POINTS, attended, attended_to, points_of
+from ferrohook.attach.instrument import attach
+from ferrohook.util.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ferrohook.attach.attention import Attended, AttentionPoint
+
+EQUATION: Final = "softmax(q @ k, scaled and masked) @ v = pattern @ v = z"
+_ROUNDINGS: Final = 64
+"""Roundings, of the largest element, by which the sides may differ."""
+_SEED: Final = 27
+
+
+class Inside(NamedTuple):
+    """A quantity at a point of an attention module."""
+
+    point: str
+    """One of `POINTS`."""
+    shape: tuple[int, ...]
+    residual: float
+    """Largest difference of the equation's sides, relative to the largest element."""
+    writable: bool
+    """True if what is written there arrives as the equation says."""
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Names of the dimensions."""
+        return DIMENSIONS[self.point]
+
+
+class Heads(NamedTuple):
+    """What a look found inside one attention module."""
+
+    inside: tuple[Inside, ...]
+    missing: Mapping[str, str]
+    """Reasons of points that are not proved, by name."""
+    z: Tensor
+    """Of the look, flattened to (batch, tokens, heads * head_dim)."""
+
+
+def look_inside(
+    model: nn.Module, call: Callable[[], Any], tokens: int | None = None
+) -> dict[str, Heads]:
+    """Proves the quantities inside the attention modules of a model.
+
+    The model's own eager attention, whatever function it runs by, says what the pattern of q and k
+    is; it is theirs if it gives z, together with v. Then each is written to in a call of its own.
+
+    Args:
+        model: a model, or a copy of one; hooks stay on none of its modules.
+        call: calls it, alike each time.
+        tokens: of a row of that call, if they are known. What attends to other things than tokens,
+            to the blocks before say, has the tokens in the place of heads, and is left out.
+
+    Returns:
+        What was found, by the path of the attention module. Empty for a model whose attention is
+        computed by no function of transformers' `AttentionInterface`.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    with torch.no_grad(), attended() as calls:
+        call()
+    found: dict[str, list[Attended]] = {}
+    for each in calls:
+        name = names.get(id(each.module))
+        if name is not None and not each.q.shape[1] != tokens == each.q.shape[2]:
+            found.setdefault(name, []).append(each)
+    once = {name: each[0] for name, each in found.items() if len(each) == 1}
+    written = {point: _arrivals(once, call, point) if once else {} for point in POINTS}
+    heads = {}
+    for name, (first, *others) in found.items():
+        if others:
+            reason = f"its module calls {len(others) + 1} attention functions in a forward"
+            heads[name] = Heads((), dict.fromkeys(POINTS, reason), first.z.flatten(2))
+        else:
+            arrives = {point: name in written[point] for point in POINTS}
+            heads[name] = _proved(first, arrives)
+    return heads
+
+
+def _proved(attended: Attended, arrives: Mapping[str, bool]) -> Heads:
+    _, q, k, v, z, _ = attended
+    tensors = {"q": q, "k": k, "v": v, "z": z}
+    flat = z.flatten(2)
+    try:
+        pattern = attended.pattern()
+        residual = _residual(attended_to(pattern, v), z)
+    except (HookError, RuntimeError, TypeError, ValueError) as error:  # of the model's own function
+        reason = f"its eager attention fails: {error}"
+        return Heads((), dict.fromkeys(POINTS, reason), flat)
+    if not residual <= _tolerance(z, pattern):
+        reason = f"pattern @ v = z fails by {residual:.1e}"
+        return Heads((), dict.fromkeys(POINTS, reason), flat)
+    tensors["pattern"] = pattern
+    return Heads(
+        tuple(Inside(name, tuple(tensors[name].shape), residual, arrives[name]) for name in POINTS),
+        {},
+        flat,
+    )
+
+
+def _residual(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference, relative to the largest element; NaN counts as large."""
+    if one.shape != other.shape:
+        return torch.inf
+    size = float(other.double().abs().max()) or 1.0
+    difference = float((one.double() - other.double()).abs().max()) / size
+    return difference if difference >= 0 else torch.inf
+
+
+def _tolerance(*tensors: Tensor) -> float:
+    return _ROUNDINGS * max(torch.finfo(each.dtype).eps for each in tensors)
+
+
+# --- Writing ----------------------------------------------------------------------------------
+
+
+def _arrivals(modules: Mapping[str, Attended], call: Callable[[], Any], point: str) -> set[str]:
+    """Returns the names of modules in which what is written to a point arrives as it should."""
+    written: dict[str, Tensor] = {}
+    taken: dict[str, list[Tensor]] = {name: [] for name in modules}
+    with contextlib.ExitStack() as stack:
+        for name, each in modules.items():
+            points = points_of(each.module)
+            change = functools.partial(_change, written, name)
+            stack.enter_context(_hooked(getattr(points, point), change))
+            stack.enter_context(_inputs_seen(each, taken[name]))
+        try:
+            with torch.no_grad(), attended() as calls:
+                call()
+        except Exception:  # noqa: BLE001 (a model that fails where it is written to, of any class)
+            return set()
+    after = {id(each.module): each for each in calls}
+    return {
+        name
+        for name, each in modules.items()
+        if name in written
+        and (now := after.get(id(each.module))) is not None
+        and _arrived(point, written[name], now, taken[name])
+    }
+
+
+def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) -> bool:
+    if point == "z":
+        flat = written.flatten(2)
+        if any(torch.equal(each.reshape(flat.shape), flat) for each in taken):
+            return True
+        # A gate may stand before the projection, or the projection outside; the old one may not.
+        former = now.z.flatten(2)
+        return not any(torch.equal(each.reshape(flat.shape), former) for each in taken)
+    pattern = written if point == "pattern" else now.pattern()
+    if point != "pattern" and not torch.equal(getattr(now, point), written):
+        return False
+    return _residual(attended_to(pattern, now.v), now.z) <= _tolerance(now.z, pattern)
+
+
+def _change(written: dict[str, Tensor], name: str, _point: nn.Module, _args: Any, x: Tensor) -> Any:
+    """Adds noise to a tensor, and keeps the sum."""
+    generator = torch.Generator().manual_seed(_SEED + x.numel())
+    noise = torch.randn(x.shape, generator=generator).to(x)
+    written[name] = changed = x + noise * x.std(correction=0).clamp(min=1e-6) / 2
+    return changed
+
+
+@contextlib.contextmanager
+def _hooked(point: AttentionPoint, hook: Callable[..., Any]) -> Iterator[None]:
+    attachment = Attachment()
+    attach({point.name: point}, attachment)
+    try:
+        attachment.register([point], "forward", hook, names=[point.name])
+        yield
+    finally:
+        attachment.release()
+
+
+@contextlib.contextmanager
+def _inputs_seen(attended: Attended, seen: list[Tensor]) -> Iterator[None]:
+    """Keeps what modules inside an attention module take that has as many elements as z."""
+    size = attended.z.numel()
+
+    def see(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].numel() == size:
+            seen.append(args[0])
+
+    inside = [each for each in attended.module.modules() if each is not attended.module]
+    handles = [each.register_forward_pre_hook(see) for each in inside]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,167 @@
+"""Checks of equations in a look in which quantities were written to."""
+
+# A written tensor has two values: that which was computed, on the left of the equation that gives
+# it, and that which goes on, on the right of all others.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.quantity.anatomy.equations import rounding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrohook.quantity.anatomy.blocks import Step
+    from ferrohook.quantity.anatomy.ends import Beginning, Ending
+    from ferrohook.quantity.anatomy.looking import Look, Site
+    from ferrohook.quantity.anatomy.sublayers import Entry, Sublayer
+
+_ROUNDINGS: Final = 64
+"""Roundings, of the largest element, by which the sides may differ."""
+
+
+class Checks:
+    """Residuals of equations, by the names of the quantities in them.
+
+    Args:
+        model: the copy that was looked at.
+        look: with writes.
+    """
+
+    def __init__(self, model: nn.Module, look: Look) -> None:
+        self._model = model
+        self._look = look
+        self.residuals: dict[str, float] = {}
+        self.tolerance = _ROUNDINGS * max(
+            (rounding(each) for each in look.values), default=torch.finfo(torch.float32).eps
+        )
+
+    def sums(
+        self,
+        names: list[str],
+        before: Site,
+        steps: list[Step],
+        results: Sequence[Site | None],
+        terms: dict[tuple[int, int], Site],
+    ) -> None:
+        """Checks the steps of a block."""
+        state = self._after(before)
+        for number, (step, site) in enumerate(zip(steps, results, strict=True)):
+            if state is None:
+                break
+            if step.terms:
+                added = [
+                    self._after(terms[number, term]) if (number, term) in terms else None
+                    for term in range(len(step.terms))
+                ]
+                state = _sum(step.multipliers, [state, *added])
+            elif step.norm is not None:
+                state = self._through(step.norm, state)
+            if site is not None:
+                self._compare(names, self._before(site), state)
+                state = self._after(site)
+        if state is None:
+            self._fail(names)
+
+    def enters(self, name: str, state: Site, entry: Entry) -> None:
+        """Checks what a sublayer takes of the stream."""
+        taken = self._after(state)
+        if taken is not None and entry.norm is not None:
+            taken = self._through(entry.norm, taken)
+        self._compare([name], self._before(entry.sites[0]), taken)
+
+    def projects(self, name: str, sublayer: Sublayer) -> None:
+        """Checks the last projection of a sublayer, and the norm behind it."""
+        if sublayer.last is None or sublayer.projected is None:
+            return
+        taken = self._after(sublayer.last)
+        projected = None if taken is None else self._through(sublayer.projected.path, taken)
+        self._compare([name], self._before(sublayer.projected), projected)
+        if projected is not None and sublayer.norm is not None:
+            projected = self._through(sublayer.norm, projected)
+        self._compare([name], self._before(sublayer.contribution), projected)
+
+    def begins(self, name: str, began: Beginning, stream: Site) -> None:
+        """Checks how the stream begins."""
+        embed = self._after(began.embed)
+        if embed is None:
+            self._fail([name])
+            return
+        state: Tensor | None = embed
+        for path in began.first:
+            state = None if state is None else self._through(path, state)
+        if state is not None:
+            total = state.double() * began.multiplier
+            if began.positions is not None:
+                rows = total.reshape(-1, began.positions.numel()) + began.positions
+                total = rows.view_as(total)
+            state = total.to(embed.dtype)
+        for path in began.modules:
+            state = None if state is None else self._through(path, state)
+        self._compare([name], self._before(stream), state)
+
+    def ends(self, ended: Ending, stream: Site) -> None:
+        """Checks how the stream ends."""
+        state = self._after(stream)
+        if ended.norm is not None:
+            taken = None if state is None else self._through(ended.norm.path, state)
+            self._compare(["final_norm"], self._before(ended.norm), taken)
+            state = self._after(ended.norm)
+        if ended.logits is None:
+            return
+        for path in ended.modules:
+            state = None if state is None else self._through(path, state)
+        if state is not None:
+            state = state.double() * ended.multiplier
+            if ended.cap is not None:
+                state = ended.cap * torch.tanh(state / ended.cap)
+        names = ["logits", *(["final_norm"] if ended.norm is not None else [])]
+        self._compare(names, self._before(ended.logits), state)
+
+    def _before(self, site: Site) -> Tensor | None:
+        return self._look.tensor(site) if site in self._look.sites else None
+
+    def _after(self, site: Site) -> Tensor | None:
+        return self._look.tensor(site, after=True) if site in self._look.sites else None
+
+    def _through(self, path: str, tensor: Tensor) -> Tensor | None:
+        """Calls a module of the copy; None if it takes more than a tensor."""
+        module = self._model.get_submodule(path)
+        like: Any = next(module.parameters(), None)
+        try:
+            with torch.no_grad():
+                returned: Any = module.forward(tensor if like is None else tensor.to(like.device))
+        except Exception:  # noqa: BLE001 (a module that takes more fails as it likes)
+            return None
+        return returned.detach().cpu() if isinstance(returned, Tensor) else None
+
+    def _compare(self, names: list[str], one: Tensor | None, other: Tensor | None) -> None:
+        if one is None or other is None or one.numel() != other.numel():
+            self._fail(names)
+            return
+        left, right = one.double().reshape(-1), other.double().reshape(-1)
+        size = float(left.abs().max()) or 1.0
+        residual = float((left - right).abs().max()) / size
+        if residual != residual:  # noqa: PLR0124 (NaN)
+            residual = 1.0
+        for name in names:
+            self.residuals[name] = max(self.residuals.get(name, 0.0), residual)
+
+    def _fail(self, names: list[str]) -> None:
+        for name in names:
+            self.residuals[name] = 1.0
+
+
+def _sum(multipliers: Sequence[float], terms: Sequence[Tensor | None]) -> Tensor | None:
+    total: Tensor | None = None
+    for factor, term in zip(multipliers, terms, strict=True):
+        if term is None:
+            return None
+        part = factor * term.double()
+        total = part if total is None else total + part.view_as(total)
+    first = terms[0]
+    return None if total is None or first is None else total.to(first.dtype)

@@ -1,0 +1,134 @@
+"""Kinds of sublayers: attention, cross-attention, other mixers of tokens, position-wise ones."""
+
+# Told by behaviour, in looks in which each sublayer takes what it took before but for one token,
+# and in which it takes the same at all tokens: attention mixes tokens, and averages them.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.quantity.anatomy.equations import ALIKE
+from ferrohook.quantity.anatomy.looking import Look, noise
+from ferrohook.util.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from ferrohook.quantity.anatomy.looking import Example, Site
+    from ferrohook.quantity.anatomy.parts import Part, Stack
+    from ferrohook.quantity.anatomy.sublayers import Sublayer
+    from ferrohook.quantity.proofs.attention import Heads
+
+
+class Classifier:
+    """Tells the kinds of the sublayers of one model.
+
+    Args:
+        model: the copy that was looked at.
+        example: arguments of the call.
+        look: of the copy.
+        heads: what was found inside its attention modules, by path.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Example, look: Look, heads: Mapping[str, Heads]
+    ) -> None:
+        self._model = model
+        self._example = example
+        self._look = look
+        self._heads = heads
+
+    def classify(self, stack: Stack, others: Sequence[Stack]) -> None:
+        """Tells the kinds of a stack's contributions; cross-attention reads `others`."""
+        entries = {
+            site
+            for part in stack.parts
+            for each in part.sublayers
+            if each.entry is not None
+            for site in each.entry.sites
+        }
+        clean = {site: self._look.tensor(site) for site in entries}
+        moved = self._held(clean, _first_moved)
+        same = self._held(clean, _all_equal)
+        if moved is None or same is None:
+            return
+        sources = {each.parts[-1].block.after: noise(0.5) for each in others}
+        elsewhere = self._held(clean, None, sources) if sources else None
+        for part in stack.parts:
+            for each in part.sublayers:
+                if each.entry is not None and each.contribution in moved.sites:
+                    self._tell(part, each, moved, same, elsewhere)
+
+    def _tell(
+        self, part: Part, each: Sublayer, moved: Look, same: Look, elsewhere: Look | None
+    ) -> None:
+        site = each.contribution
+        own = _positions(self._look.tensor(site))
+        changed = _changed(own, _positions(moved.tensor(site)))
+        if bool(changed[0]):
+            part.moving.add(site)
+        if elsewhere is not None and bool(_changed(own, _positions(elsewhere.tensor(site))).any()):
+            part.kinds[site] = "cross"
+        elif not bool(changed[1:].any()):
+            part.kinds[site] = "mlp" if bool(changed[0]) else "constant"
+        elif self._attends(each) or _is_average(_positions(same.tensor(site))):
+            part.kinds[site] = "attention"
+        else:
+            part.kinds[site] = "mixer"
+
+    def _attends(self, sublayer: Sublayer) -> bool:
+        """Returns True if it goes through an attention module whose pattern is proved."""
+        paths = self._heads.keys() & sublayer.inside
+        return any(self._heads[path].inside for path in paths)
+
+    def _held(
+        self,
+        clean: Mapping[Site, Tensor],
+        change: Callable[[Tensor], Tensor] | None,
+        more: Mapping[Site, Callable[[Tensor], Tensor]] | None = None,
+    ) -> Look | None:
+        """Looks while each sublayer takes what it took before, changed; None if the model fails."""
+        writes: dict[Site, Any] = {**(more or {})}
+        for site, tensor in clean.items():
+            writes[site] = _replacing(tensor if change is None else change(tensor))
+        try:
+            return Look(self._model, self._example, writes)
+        except HookError:
+            return None
+
+
+def _positions(tensor: Tensor) -> Tensor:
+    """Returns a tensor as (positions, width)."""
+    return tensor.double().reshape(-1, tensor.shape[-1])
+
+
+def _changed(one: Tensor, other: Tensor) -> Tensor:
+    """Returns which positions differ by more than rounding."""
+    size = one.abs().max()
+    return (one - other).abs().amax(-1) > 1e-4 * size
+
+
+def _is_average(positions: Tensor) -> bool:
+    size = float(positions.abs().max())
+    return float((positions - positions[:1]).abs().max()) <= ALIKE * size
+
+
+def _first_moved(tensor: Tensor) -> Tensor:
+    moved = tensor.clone()
+    flat = moved.view(-1, moved.shape[-1])
+    flat[0] = noise(1.0)(flat[0])
+    return moved
+
+
+def _all_equal(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1, tensor.shape[-1])
+    return flat[:1].expand_as(flat).reshape(tensor.shape).clone()
+
+
+def _replacing(value: Tensor) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        return value.to(tensor).reshape(tensor.shape)
+
+    return change

@@ -1,0 +1,98 @@
+"""Sums of blocks with the model's own parameters: their multipliers and residuals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrohook.quantity.anatomy.equations import fit, rounding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ferrohook.quantity.anatomy.looking import Look, Site
+    from ferrohook.quantity.anatomy.parts import Part
+    from ferrohook.quantity.anatomy.sublayers import Sublayer
+
+
+class OwnSums:
+    """Sums that were found in a copy with uneven parameters, in the model itself.
+
+    Args:
+        look: of the copy, in which the sums were found.
+        first: with the model's own parameters.
+    """
+
+    def __init__(self, look: Look, first: Look) -> None:
+        self._look = look
+        self._first = first
+
+    def residual(self, part: Part, steps: int | None = None) -> float | str:
+        """Returns the largest residual of the sums of a block, or of its first steps.
+
+        The reason if one fails.
+        """
+        largest = 0.0
+        for number, step in enumerate(part.steps[:steps]):
+            if not step.terms:
+                continue
+            found = self._multipliers(part, number)
+            if isinstance(found, str):
+                return found
+            largest = max(largest, found[1])
+        return largest
+
+    def multiplier(self, part: Part, each: Sublayer) -> float:
+        """Returns the multiplier of a contribution to a block whose sums hold."""
+        found = self._multipliers(part, each.step)
+        return 1.0 if isinstance(found, str) else found[0][1 + each.term]
+
+    def _multipliers(self, part: Part, number: int) -> tuple[tuple[float, ...], float] | str:
+        """Returns the multipliers of a step, solved for, and the residual; the reason if none."""
+        step = part.steps[number]
+        tensors = self._tensors(part, number)
+        if isinstance(tensors, str):
+            return tensors
+        total, terms = tensors
+        known = fit(total, terms, step.multipliers)
+        if known.residual <= 8 * rounding(total, *terms):
+            return step.multipliers, known.residual
+        solved = fit(total, terms)
+        if solved.holds:
+            return solved.multipliers, solved.residual
+        return f"its sum fails by {solved.residual:.1e} with the model's own parameters"
+
+    def _tensors(self, part: Part, number: int) -> tuple[Tensor, list[Tensor]] | str:
+        """Returns the sum of a step and its terms; the reason if one of them is nowhere."""
+        step = part.steps[number]
+        found = []
+        for value in (step.result, step.source, *step.terms):
+            site = self._site(part, value)
+            if site is None or site not in self._first.sites:
+                return self._several(part, value)
+            found.append(self._first.tensor(site))
+        total, *terms = found
+        return total, terms
+
+    def _several(self, part: Part, value: int) -> str:
+        """Returns the reason for a value that no module passes once."""
+        prefix = f"{part.block.path}."
+        paths = {it.site.path for it in self._look.sightings if it.value == value}
+        inside = sorted(it.removeprefix(prefix) for it in paths if it.startswith(prefix))
+        return (
+            "a tensor of its sum is seen at modules alone that run several times: "
+            f"{', '.join(inside) or 'none in the block'}"
+        )
+
+    def _site(self, part: Part, value: int) -> Site | None:
+        if value == part.steps[0].source:
+            return part.block.before
+        if value == part.steps[-1].result:
+            return part.block.after
+        for each in self._look.sightings:
+            if (
+                each.value == value
+                and each.site.path.startswith(f"{part.block.path}.")
+                and each.site in self._look.sites
+            ):
+                return each.site
+        return None

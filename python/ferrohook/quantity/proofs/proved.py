@@ -1,0 +1,35 @@
+"""Quantities of a model that are proved, and the reasons of those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ferrohook.quantity.anatomy.looking import Example, Site
+
+
+@dataclasses.dataclass
+class Proved:
+    """A quantity at a place, with the equation that proves it."""
+
+    name: str
+    site: Site
+    shape: tuple[int, ...]
+    equation: str
+    residual: float = 0.0
+    multiplier: float = 1.0
+    """Factor of the tensor at the place."""
+    writable: bool = False
+    point: str | None = None
+    """Point inside the attention module at the site, see `ferrohook.attach.attention`."""
+
+
+@dataclasses.dataclass
+class Findings:
+    """All that looking at a model showed."""
+
+    proved: list[Proved]
+    missing: dict[str, str]
+    """Reasons of quantities that are not there, or not proved."""
+    example: Example

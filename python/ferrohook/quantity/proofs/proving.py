@@ -1,0 +1,389 @@
+"""Proofs: the quantities of a model, from what several looks at it show."""
+
+# 1. Two looks at a copy, which have to agree: they give multipliers.
+# 2. A look at a copy whose constant parameters are uneven: the anatomy of blocks is found in it.
+# 3. Looks in which each sublayer takes what it took before but for one token, and in which it takes
+#    the same at all tokens: attention mixes tokens, and averages them.
+# 4. A look in which every quantity is written to: the equations hold for the values before and
+#    behind the writes, so each arrives where it should.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrohook.attach.attention import POINTS
+from ferrohook.quantity.anatomy.blocks import Anatomist
+from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
+from ferrohook.quantity.anatomy.equations import ALIKE, fit
+from ferrohook.quantity.anatomy.looking import (
+    Look,
+    Site,
+    example_of,
+    make_generic,
+    structural_copy,
+    undisturbed,
+)
+from ferrohook.quantity.anatomy.parts import TITLES, stacks_of
+from ferrohook.quantity.proofs.arrivals import Arrivals
+from ferrohook.quantity.proofs.attention import EQUATION, look_inside
+from ferrohook.quantity.proofs.kinds import Classifier
+from ferrohook.quantity.proofs.own_sums import OwnSums
+from ferrohook.quantity.proofs.proved import Findings, Proved
+from ferrohook.quantity.proofs.routers import (
+    FUSED,
+    arrive,
+    has_experts,
+    residual_of,
+    router_of,
+    tolerance_of,
+    weighed,
+)
+from ferrohook.util.errors import HookError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ferrohook.quantity.anatomy.looking import Example
+    from ferrohook.quantity.anatomy.parts import Part, Stack
+    from ferrohook.quantity.anatomy.stacks import Block
+    from ferrohook.quantity.anatomy.sublayers import Sublayer
+    from ferrohook.quantity.proofs.attention import Heads
+    from ferrohook.quantity.proofs.routers import Routed
+
+
+def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Findings:
+    """Finds the quantities of a model and proves them.
+
+    Args:
+        model: any module; nothing about it is changed.
+        args: arguments of the example call; none for token ids that are made.
+        kwargs: its keyword arguments.
+
+    Raises:
+        HookError: the model fails, takes no `input_ids` while there is no example, cannot be
+            copied, or two looks at it differ.
+    """
+    example = example_of(model, args, kwargs)
+    plain = structural_copy(model)
+    first = Look(plain, example)
+    _check_same(model, first, Look(plain, example))
+    generic = structural_copy(model)
+    make_generic(generic)
+
+    def call() -> None:
+        with undisturbed():
+            generic(*example.args, **example.kwargs)
+
+    tokens = None if example.shape is None else example.shape[1]
+    return _Prover(generic, example, first, look_inside(generic, call, tokens)).findings()
+
+
+def _check_same(model: nn.Module, one: Look, other: Look) -> None:
+    for site in one.sites:
+        if site not in other.sites:
+            continue
+        left, right = one.tensor(site), other.tensor(site)
+        if left.shape != right.shape or not _alike(left, right):
+            msg = (
+                f"{model._get_name()} is not deterministic: {_where(site)} differs between two "
+                "calls with equal arguments, so no equation about it can be proved"
+            )
+            raise HookError(msg)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    size = float(one.double().abs().max())
+    return float((one.double() - other.double()).abs().max()) <= ALIKE * size
+
+
+def _where(site: Site) -> str:
+    phase = "input" if site.inputs else "output"
+    part = "" if site.part is None else f"[{site.part!r}]"
+    return f"the {phase}{part} of {site.path or 'the model'!r}"
+
+
+class _Prover:
+    """Proves the quantities of one model.
+
+    Args:
+        model: a copy with uneven parameters.
+        example: arguments of the call.
+        first: a look at the model with its own parameters.
+        heads: what was found inside its attention modules, by path.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Example, first: Look, heads: dict[str, Heads]
+    ) -> None:
+        self._model = model
+        self._example = example
+        self._first = first
+        self._heads = heads
+        self._look = Look(model, example)
+        self._anatomist = Anatomist(model, self._look)
+        self._proved: list[Proved] = []
+        self._missing: dict[str, str] = {}
+        self._sums = OwnSums(self._look, first)
+        self._routed: dict[str, Routed] = {}
+        """Routers by the names of their quantities."""
+
+    def findings(self) -> Findings:
+        found = stacks_of(self._anatomist)
+        stacks = [] if isinstance(found, str) else found
+        if isinstance(found, str):
+            self._missing["resid_post"] = found
+        classifier = Classifier(self._model, self._example, self._look, self._heads)
+        for stack in stacks:
+            classifier.classify(stack, [each for each in stacks if each is not stack])
+        for stack in stacks:
+            for number, reason in stack.broken.items():
+                for kind in ("resid_pre", "resid_post"):
+                    self._missing[f"{stack.prefix}{kind}.{number}"] = reason
+            for part in stack.parts:
+                self._name(stack, part)
+            self._around(stack)
+        streams = [each for each in self._proved if each.name not in self._routed]
+        Arrivals(self._model, self._example, stacks).prove(streams)
+        if self._routed:
+            arrived = arrive(self._model, self._example, self._routed)
+            for each in self._proved:
+                each.writable |= each.name in arrived
+        return Findings(self._proved, self._missing, self._example)
+
+    def _name(self, stack: Stack, part: Part) -> None:
+        index, block, prefix = part.index, part.block, stack.prefix
+        residual = self._sums.residual(part)
+        if isinstance(residual, str):
+            for kind in ("resid_pre", "resid_post"):
+                self._missing[f"{prefix}{kind}.{index}"] = residual
+            return
+        equation = _sum_text(part)
+        self._add(f"{prefix}resid_pre.{index}", block.before, equation, residual)
+        self._add(f"{prefix}resid_post.{index}", block.after, equation, residual)
+        counts: dict[str, int] = {}
+        for each in part.sublayers:
+            kind = part.kinds.get(each.contribution, "unknown")
+            counts[kind] = counts.get(kind, 0) + 1
+        for each in part.sublayers:
+            kind = part.kinds.get(each.contribution, "unknown")
+            title = TITLES.get(kind)
+            if title is None or counts[kind] > 1:
+                continue
+            self._sublayer(stack, part, each, title, residual)
+        for kind, title in TITLES.items():
+            if counts.get(kind, 0) != 1 and kind in {"attention", "mlp"}:
+                self._missing[f"{prefix}{title}_out.{index}"] = _absence(kind, counts)
+        self._mid(stack, part)
+        self._router(stack, part)
+
+    def _router(self, stack: Stack, part: Part) -> None:
+        """Finds the logits by which experts are chosen."""
+        if not self._has_experts(part):
+            return
+        name = f"{stack.prefix}router.{part.index}"
+        found = router_of(self._look, part.block.path)
+        if isinstance(found, str):
+            self._missing[name] = found
+            return
+        residual = residual_of(self._first, found)
+        if residual > tolerance_of(self._first):
+            self._missing[name] = (
+                f"{found.equation} fails by {residual:.1e} with the model's own parameters"
+            )
+            return
+        self._routed[name] = found
+        self._add(name, found.site, found.equation, max(residual, found.residual))
+
+    def _has_experts(self, part: Part) -> bool:
+        prefix = f"{part.block.path}."
+        apart = {
+            path.removeprefix(prefix)
+            for each in part.sublayers
+            if part.kinds.get(each.contribution) in {"attention", "cross", "mixer"}
+            for path in each.inside
+        }
+        block = self._model.get_submodule(part.block.path)
+        return has_experts(block, apart) or any(weighed(self._look, part.block.path))
+
+    def _mid(self, stack: Stack, part: Part) -> None:
+        name = f"{stack.prefix}resid_mid.{part.index}"
+        found = self._mid_step(part)
+        if isinstance(found, str):
+            self._missing[name] = found
+            return
+        site = part.results[found - 1]
+        if site is None:
+            self._missing[name] = "no module takes or returns the sum"
+            return
+        residual = self._sums.residual(part, found)
+        if isinstance(residual, str):
+            self._missing[name] = residual
+            return
+        self._add(name, site, _sum_text(part, found), residual)
+
+    def _mid_step(self, part: Part) -> int | str:
+        """Returns the number of steps before the stream between attention and mlp."""
+        kinds = [(each.step, part.kinds.get(each.contribution)) for each in part.sublayers]
+        pointwise = [step for step, kind in kinds if kind == "mlp"]
+        mixing = [step for step, kind in kinds if kind in {"attention", "cross", "mixer"}]
+        if not pointwise or not mixing:
+            return "the block has not both, attention and a position-wise sublayer"
+        if min(pointwise) <= max(mixing):
+            parallel = "parallel block: " if min(pointwise) == max(mixing) else ""
+            return f"{parallel}no sum lies between attention and mlp"
+        return min(pointwise)
+
+    def _sublayer(
+        self, stack: Stack, part: Part, each: Sublayer, title: str, residual: float
+    ) -> None:
+        prefix, index = stack.prefix, part.index
+        multiplier = self._sums.multiplier(part, each)
+        self._add(
+            f"{prefix}{title}_out.{index}",
+            each.contribution,
+            _sum_text(part),
+            residual,
+            multiplier=multiplier,
+        )
+        entry = each.entry
+        if entry is not None and len(entry.sites) > 1:
+            self._missing[f"{prefix}{title}_in.{index}"] = "its module takes it several times"
+        elif entry is not None and entry.sites and each.contribution in part.moving:
+            stream = self._state_name(part, entry.state)
+            text = (
+                f"{title}_in = {stream}" if entry.norm is None else f"{title}_in = norm({stream})"
+            )
+            self._add(f"{prefix}{title}_in.{index}", entry.sites[0], text)
+        inner = {"attn": "z", "mlp": "mlp_act"}.get(title)
+        if inner is None:
+            return
+        if title == "attn" and self._points(stack, part, each):
+            return
+        if each.last is None:
+            experts = self._has_experts(part)
+            self._missing[f"{prefix}{inner}.{index}"] = (
+                FUSED if title == "mlp" and experts else "no single projection returns the output"
+            )
+            return
+        projected = f"projection({inner})"
+        shown = f"norm({projected})" if each.norm is not None else projected
+        text = f"{_times(multiplier)}{shown} = {title}_out"
+        self._add(f"{prefix}{inner}.{index}", each.last, text)
+
+    def _points(self, stack: Stack, part: Part, each: Sublayer) -> bool:
+        """Adds what is proved inside an attention module; returns False if z is not among it."""
+        paths = sorted(self._heads.keys() & each.inside)
+        if len(paths) != 1:
+            reason = (
+                "its attention goes through no function of transformers' AttentionInterface"
+                if not paths
+                else f"{len(paths)} attention modules are in one sublayer"
+            )
+            for point in POINTS:
+                self._missing.setdefault(f"{stack.prefix}{point}.{part.index}", reason)
+            return False
+        heads = self._heads[paths[0]]
+        site = Site.output(paths[0], None)
+        for it in heads.inside:
+            name = f"{stack.prefix}{it.point}.{part.index}"
+            self._proved.append(
+                Proved(name, site, it.shape, EQUATION, it.residual, 1.0, it.writable, it.point)
+            )
+        for point, reason in heads.missing.items():
+            self._missing[f"{stack.prefix}{point}.{part.index}"] = reason
+        return any(it.point == "z" for it in heads.inside)
+
+    def _state_name(self, part: Part, value: int) -> str:
+        """Returns the equation of the stream in a block, as far as a value of it."""
+        if value == part.steps[0].source:
+            return "resid_pre"
+        done = next(n for n, step in enumerate(part.steps, 1) if step.result == value)
+        mid = self._mid_step(part)
+        return "resid_mid" if done == mid else _sum_text(part, done).partition(" = ")[0]
+
+    def _add(
+        self, name: str, site: Site, equation: str, residual: float = 0.0, **more: Any
+    ) -> None:
+        if site not in self._first.sites:
+            self._missing[name] = f"{_where(site)} was passed several times, or not at all"
+            return
+        shape = self._first.sites[site].shape
+        self._proved.append(Proved(name, site, shape, equation, residual, **more))
+
+    def _around(self, stack: Stack) -> None:
+        """Finds what is before the first block and behind the last."""
+        first, last = stack.parts[0].block, stack.parts[-1].block
+        stream = self._look.sites[first.before].value
+        began = beginning(self._model, self._look, self._example, stream, first.call.start)
+        name = f"{stack.prefix}embed"
+        if isinstance(began, str):
+            self._missing[name] = began
+        else:
+            stack.beginning = began
+            self._add(name, began.embed, began.text, multiplier=self._embed_factor(began, first))
+        if stack.prefix:
+            return
+        stream = self._look.sites[last.after].value
+        stack.ending = ended = ending(self._anatomist, stream, last.call.end)
+        if ended.norm is None:
+            self._missing["final_norm"] = "no norm takes what the last block returns"
+        else:
+            self._add("final_norm", ended.norm, "final_norm = norm(resid_post)")
+        if ended.logits is None:
+            by = "" if ended.failure is None else f" by {ended.failure:.1e}"
+            self._missing["logits"] = (
+                "the model returns no projection of the last stream: unembed(final_norm) = logits "
+                f"fails{by} for all that it returns"
+            )
+        else:
+            self._add("logits", ended.logits, ended.text)
+
+    def _embed_factor(self, began: Beginning, first: Block) -> float:
+        """Returns the factor of the embedding, with the model's own parameters."""
+        if began.positions is not None or began.modules or began.first:
+            return began.multiplier
+        sites = self._first.sites
+        if began.embed not in sites or first.before not in sites:
+            return began.multiplier
+        total, term = self._first.tensor(first.before), self._first.tensor(began.embed)
+        return fit(total, [term.view_as(total)]).multipliers[0]
+
+    # --- Writing ------------------------------------------------------------------------------
+
+
+def _kind(name: str) -> str:
+    """Returns the name of a quantity without the number of its block."""
+    head, _, last = name.rpartition(".")
+    return head if last.isdigit() else name
+
+
+def _times(multiplier: float) -> str:
+    return "" if multiplier == 1 else f"{multiplier:.6g} * "
+
+
+def _sum_text(part: Part, steps: int | None = None) -> str:
+    """Returns the sums of a block, or of its first steps, as an equation."""
+    text = "resid_pre"
+    names = {
+        (each.step, each.term): f"{TITLES.get(part.kinds.get(each.contribution, ''), 'other')}_out"
+        for each in part.sublayers
+    }
+    for number, step in enumerate(part.steps[:steps]):
+        if not step.terms:
+            text = f"norm({text})"
+            continue
+        added = [names.get((number, term), "other_out") for term in range(len(step.terms))]
+        text = f"{_times(step.multipliers[0])}{text}"
+        text = " + ".join([text, *added])
+    return f"{text} = {'resid_post' if steps is None else 'resid_mid'}"
+
+
+def _absence(kind: str, counts: dict[str, int]) -> str:
+    if counts.get(kind, 0) > 1:
+        return f"the block adds {counts[kind]} contributions of this kind"
+    others = ", ".join(sorted(f"{n} {each}" for each, n in counts.items()))
+    return f"no contribution to the stream is of this kind; the block adds {others or 'none'}"

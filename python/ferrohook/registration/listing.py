@@ -1,0 +1,131 @@
+"""`hooks` and `clear`: the hooks of a model that are registered for everybody."""
+
+from __future__ import annotations
+
+import linecache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferrohook._core import HookedBase, release_unused
+from ferrohook.attach.hook_info import find_registry, state_of
+from ferrohook.names.select import select
+from ferrohook.util.arguments import expect_module
+from ferrohook.util.tables import html_table, text_table
+from ferrohook.util.texts import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from ferrohook._core import HookHandle, Registry
+    from ferrohook.effects.typed import Phase
+
+_HEADINGS = ("module", "phase", "hook", "calls", "registered in", "by")
+
+
+class RegisteredHook(NamedTuple):
+    """A hook that is registered for everybody."""
+
+    module: str
+    """Name of the module."""
+    phase: Phase
+    """`forward_pre`, `forward`, `backward_pre` or `backward`."""
+    hook: Any
+    """The callable or typed hook that was registered."""
+    handle: HookHandle
+    """Removes, disables and describes it."""
+    file: str | None
+    """Name of the file that registered it, a notebook's cell included; None if no Python did."""
+    line: int | None
+    """Number of the line in it, from 1."""
+
+    @property
+    def code(self) -> str:
+        """Text of the line, if it can be read."""
+        if self.file is None or self.line is None:
+            return ""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __repr__(self) -> str:
+        name = name_of(self.hook)
+        state = f", {state}" if (state := state_of(self.handle)) else ""
+        return f"<{self.phase} hook {name} of {self.module!r}, registered in {self._place}{state}>"
+
+    @property
+    def _place(self) -> str:
+        return "unknown" if self.file is None else f"{self.file}:{self.line}"
+
+    def _cells(self) -> tuple[str, ...]:
+        calls = f"{self.handle.calls:,}"
+        module = self.module or "(the model)"
+        name = name_of(self.hook)
+        if state := state_of(self.handle):
+            name += f" ({state})"
+        return (module, self.phase, name, calls, self._place, self.code)
+
+
+class RegisteredHooks(list[RegisteredHook]):
+    """Hooks of a model that are registered for everybody; prints as a table."""
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        return [_HEADINGS, *(each._cells() for each in self)]
+
+    def __repr__(self) -> str:
+        return text_table(self._lines(), right="calls") if self else "no hooks for everybody"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._lines()) if self else f"<p>{self!r}</p>"
+
+
+def hooks(model: nn.Module) -> RegisteredHooks:
+    """Lists the hooks of a model that are registered for everybody, with their lines.
+
+    Those of scopes, captures and plans end by themselves and are left out, and so are hooks in
+    torch's own dicts.
+
+    Args:
+        model: any module, with wrappers or instrumented modules in it.
+
+    Returns:
+        A list that prints as a table, in the order of the modules and of firing.
+
+    Raises:
+        HookTypeError: `model` is not an `nn.Module`.
+
+    Examples:
+        >>> fh.hooks(model)[0].handle.remove()
+    """
+    expect_module(model, "hooks lists those of")
+    return RegisteredHooks(
+        RegisteredHook(name, handle.phase, hook, handle, *(place or (None, None)))
+        for name, _module, registry in _registries(model)
+        for hook, handle, place in registry.for_everybody()
+    )
+
+
+def clear(model: nn.Module) -> None:
+    """Removes the hooks of a model that are registered for everybody, whoever registered them.
+
+    Modules that were instrumented for these hooks alone are plain again. Scopes, captures and
+    plans keep their hooks, torch's own dicts theirs.
+
+    Args:
+        model: any module, with wrappers or instrumented modules in it.
+
+    Raises:
+        HookTypeError: `model` is not an `nn.Module`.
+    """
+    expect_module(model, "clear removes hooks of")
+    hooked = [*_registries(model)]
+    for _name, _module, registry in hooked:
+        registry.clear(scopes=False)
+    for _name, module, _registry in hooked:
+        release_unused(module)
+
+
+def _registries(model: nn.Module) -> Iterator[tuple[str, nn.Module, Registry]]:
+    for name, module in select(model).items():
+        # A wrapper and the module inside have a registry each.
+        for each in (module, *([module._inner] if isinstance(module, HookedBase) else [])):
+            if (registry := find_registry(each)) is not None:
+                yield name, each, registry

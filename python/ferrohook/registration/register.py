@@ -1,0 +1,270 @@
+"""`register` and `run`: hooks on modules of a model, by name."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from ferrohook._core import (
+    AttachmentContext,
+    Frame,
+    HookHandle,
+    NativeDetector,
+    NativeHook,
+    TypedHook,
+)
+from ferrohook.attach.hook_info import state_of
+from ferrohook.attach.instrument import attach
+from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
+from ferrohook.names.places import hooks_at, modules_of
+from ferrohook.quantity import hooked_places_of
+from ferrohook.registration.scopes import Scope, innermost
+from ferrohook.util.errors import HookTypeError, NeverFiredWarning, SelectionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    from ferrohook.effects.interventions import Intervention
+    from ferrohook.effects.typed import OnError, Phase
+    from ferrohook.names.select import Selector
+
+    Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
+
+
+class HandleGroup(AttachmentContext):
+    """Handles of one hook on many modules; each method acts on all of them.
+
+    Iterating yields the `HookHandle`s, in the order of the modules. As a context manager it removes
+    the hooks at exit, and warns with `NeverFiredWarning` of modules that never ran inside.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: dict[str, HookHandle] = {}
+        self._scoped = False
+
+    def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
+        """Takes ownership of hooks and of their modules' instrumentation."""
+        self._handles.update(handles)
+        self.attachment.adopt([*modules], [*handles.values()])
+
+    @property
+    def names(self) -> list[str]:
+        """The modules' names."""
+        return list(self._handles)
+
+    @property
+    def calls(self) -> int:
+        """Total number of finished calls of the hooks, see `HookHandle.calls`."""
+        return sum(handle.calls for handle in self)
+
+    @property
+    def priority(self) -> int | None:
+        """Priority of the hooks: higher fires first. It can be set; None if they have several."""
+        several = {handle.priority for handle in self}
+        return several.pop() if len(several) == 1 else None
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        for handle in self:
+            handle.priority = priority
+
+    @property
+    def removed(self) -> bool:
+        """True once all of the hooks are removed."""
+        return all(handle.removed for handle in self)
+
+    def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Removes the hooks, and restores modules that were instrumented for them.
+
+        A removed hook is not started any more; a thread that is inside it goes on to its end.
+
+        Args:
+            wait: return only when no thread is still inside any of the hooks.
+            timeout: seconds to wait at most, for each hook.
+
+        Raises:
+            HookError: `wait=True` from inside one of the hooks; all are removed.
+            TimeoutError: a thread was still inside one of the hooks; all are removed.
+            HookTypeError: an option has the wrong type; none is removed.
+            ValueError: a `timeout` below 0 or without `wait`; none is removed.
+        """
+        # Validates the options: a removed handle waits for no thread.
+        HookHandle._removed("forward").remove(wait=wait, timeout=timeout)
+        # Removes all hooks before waiting for the first.
+        self.attachment.release()
+        for handle in self:
+            handle.remove(wait=wait, timeout=timeout)
+
+    def disable(self) -> None:
+        """Skips the hooks until `enable`; their places in the order stay."""
+        for handle in self:
+            handle.disable()
+
+    def enable(self) -> None:
+        """Makes the hooks fire again, at their places in the order."""
+        for handle in self:
+            handle.enable()
+
+    def __iter__(self) -> Iterator[HookHandle]:
+        return iter(self._handles.values())
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __getitem__(self, name: str) -> HookHandle:
+        try:
+            return self._handles[name]
+        except KeyError:
+            msg = f"{name!r} has no hook in this group, only {', '.join(map(repr, self._handles))}"
+            raise SelectionError(msg) from None
+
+    def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
+        if fine and (silent := self._silent()):
+            # If none ran, the calls may have been made in other threads.
+            elsewhere = self._scoped and silent == self.names
+            text = self._warning_text(silent, SCOPE_IN_THREADS if elsewhere else "")
+            warnings.warn(text, NeverFiredWarning, stacklevel=2)
+
+    def _silent(self) -> list[str]:
+        """Returns the names of the modules that never ran."""
+        return never_fired(self._handles.items())
+
+    def _warning_text(self, silent: list[str], in_threads: str = "") -> str:
+        phase = self._handles[silent[0]].phase
+        if phase.startswith("forward"):
+            return explain(self._model, silent, in_threads=in_threads)
+        names = ", ".join(map(repr, silent))
+        return f"no gradient reached {names} in this context: the {phase} hook never fired"
+
+    def __reduce__(self) -> Any:
+        # The handles of a copy are removed, so the copy gets an empty attachment.
+        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        state = "removed" if self.removed else "registered"
+        disabled = [state_of(each) for each in self if not (each.enabled or each.removed)]
+        if disabled:  # the first by its error, if an error disabled any
+            state += f", {len(disabled)} {max(disabled, key=len)}"
+        return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
+
+
+def add_hooks(
+    group: HandleGroup, modules: Mapping[str, nn.Module], phase: Phase, hook: Any, **options: Any
+) -> None:
+    """Registers a hook on modules that the group's attachment instruments."""
+    handles = group.attachment.register(
+        [*modules.values()], phase, hook, names=[*modules], **options
+    )
+    group._handles.update(zip(modules, handles, strict=True))
+
+
+def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
+    model: nn.Module,
+    what: Selector,
+    hook: Hook,
+    *,
+    phase: Phase | None = None,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    priority: int = 0,
+    on_error: OnError = "raise",
+    timed: bool = False,
+    scope: Scope | Literal["innermost"] | None = "innermost",
+) -> HandleGroup:
+    """Registers one hook on modules of a model, by name.
+
+    Modules are instrumented until the hook is removed or the scope is left. A hook on a
+    `HookedModule` inside the model is registered with the wrapper.
+
+    Args:
+        model: any module.
+        what: modules to hook, see `select`; containers (ModuleList) are left out. Or names of
+            quantities, as `"@attn_out.3"`, see `quantities`; a plain callable there is called as
+            `hook(module, args, value)`, and what it returns replaces the quantity.
+        hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
+            detector, or an intervention.
+        phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
+            hook, and for `forward` otherwise.
+        prepend: put the hook ahead of all others of its priority, instead of behind them.
+        with_kwargs: pass the keyword arguments too.
+        always_call: run a forward hook also when the call fails.
+        priority: higher fires first.
+        on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
+        timed: count the time spent in the hook, for `summary`.
+        scope: fire only in the contexts that entered this scope, until it is left: by default the
+            one that this context entered last, if any, captures, requests and batches included.
+            None for calls in every context.
+
+    Returns:
+        The handles of the hook, as a group.
+
+    Raises:
+        SelectionError: `what` matches no module, or containers alone, which are never called.
+        HookTypeError: `hook` is not callable, cannot be called with the arguments of the phase, or
+            is a typed hook of another phase; or an option has the wrong type.
+        HookError: a module cannot be instrumented, or the scope was left.
+        ValueError: an unknown phase or `on_error`.
+    """
+    if phase is None:
+        phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    places = hooked_places_of(model, what, phase)
+    if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
+        _check_call(hook, phase, with_kwargs=bool(with_kwargs))
+    frame: object = innermost() if isinstance(scope, str) and scope == "innermost" else scope
+    group = HandleGroup(model)
+    group._scoped = frame is not None
+    if isinstance(frame, Frame):  # registering rejects any other type
+        group.attachment.release_with(frame)
+    try:
+        modules = modules_of(places.values())
+        attach(modules, group.attachment)
+        options = {
+            "prepend": prepend,
+            "with_kwargs": with_kwargs,
+            "always_call": always_call,
+            "priority": priority,
+            "on_error": on_error,
+            "timed": timed,
+            "scope": frame,
+        }
+        for each in hooks_at(places, hook, phase):
+            add_hooks(group, each.modules, each.phase, each.hook, **options | each.options)
+        if frame is None:
+            group.attachment.release_when_unused([*modules.values()])
+    except BaseException:
+        group.attachment.release()
+        raise
+    return group
+
+
+def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
+    """Validates that a plain callable can be called as PyTorch's contract for the phase has it."""
+    taken = ["module", *_ARGUMENTS[phase]]
+    if with_kwargs and phase in {"forward_pre", "forward"}:
+        taken.insert(2, "kwargs")
+    try:
+        # Not that of a function inside, whose arguments a decorator may have changed.
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # unknown, as that of a call in C
+    try:
+        signature.bind(*taken)
+    except TypeError as error:
+        msg = f"a {phase} hook is called as hook({', '.join(taken)}), got {signature}: {error}"
+        raise HookTypeError(msg) from None
+
+
+_ARGUMENTS: Final = {
+    "forward_pre": ["args"],
+    "forward": ["args", "output"],
+    "backward_pre": ["grad_output"],
+    "backward": ["grad_input", "grad_output"],
+}
+"""Arguments of a plain callable behind the module, by phase."""

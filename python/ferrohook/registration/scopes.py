@@ -1,0 +1,123 @@
+"""`scope`: hooks for the calls of one context."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+
+from ferrohook._core import Activation, Frame, frames
+from ferrohook.util.errors import HookError, HookTypeError
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Scope(Frame):
+    """Set of hooks that fire only for calls in the contexts that entered the scope.
+
+    A context manager: entering adds it to the scopes of the current context (`contextvars`);
+    `register` inside it registers with it; leaving removes the hooks that were registered with it,
+    and no others. Scopes nest. Tasks of
+    asyncio and `asyncio.to_thread` inherit the scopes entered at their creation; other threads get
+    them by `wrap` or `activate`. A scope that is dropped without being left stays entered as long
+    as the context lives.
+
+    Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
+    backward. `torch.utils.checkpoint` repeats a forward during backward, on any thread: with the
+    hooks that ran in that forward, whichever scopes are entered then. If one of them was removed,
+    or its scope was left, backward raises `HookError`; captures, native detectors and
+    `ForwardHook`s, which change nothing, may be left before.
+    """
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
+
+    def activate(self) -> contextlib.AbstractContextManager[None]:
+        """Activates the scope in another context, such as that of another thread, by `with`.
+
+        Activates the scopes around it too. Leaving deactivates them for that context alone.
+
+        Raises:
+            HookError: when entered, if the scope is not entered, or was left; when left, if that is
+                in another context.
+        """
+        return Activation(self)
+
+    def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Wraps `fn` for executors: the scope is active while it runs, in whichever thread.
+
+        For a coroutine function, the scope is active while its coroutine runs.
+
+        Raises:
+            HookTypeError: `fn` is not callable; or it is a generator function, whose body runs
+                after the call: use `activate` inside it.
+            HookError: when called, if the scope is not entered.
+        """
+        if not callable(fn):
+            msg = f"wrap takes a callable, got {type(fn).__name__}"
+            raise HookTypeError(msg)
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            msg = "a generator's body runs after the call: use activate() inside it, not wrap()"
+            raise HookTypeError(msg)
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def wrapped_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with self.activate():
+                    return await fn(*args, **kwargs)
+
+            return cast("Callable[P, R]", wrapped_coroutine)
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.activate():
+                return fn(*args, **kwargs)
+
+        return wrapped
+
+    def close(self) -> None:
+        """Closes it, wherever it is entered: its hooks fire no more."""
+        self._close()
+
+    def __repr__(self) -> str:
+        state = "left" if self.closed else "new" if self._entered is None else "entered"
+        return f"<Scope {state}>"
+
+
+def scope() -> Scope:
+    """Makes a scope, to be entered by `with`.
+
+    `register` inside it registers with it. The keyword `scope` names a scope that is not entered
+    yet, or one further out; `scope=None` is for everybody.
+
+    Examples:
+        >>> with fh.scope():
+        ...     fh.register(model, "layers.3.mlp", steer)
+        ...     model(ids)  # steered; other threads' calls are not
+    """
+    return Scope()
+
+
+def innermost() -> Frame | None:
+    """Returns the scope that the current context entered last; None if it entered none.
+
+    Raises:
+        HookError: it was left by another context, such as the one that started this task.
+    """
+    entered = frames.get()
+    if not entered:
+        return None
+    last = entered[-1]
+    if last.closed:
+        msg = (
+            "the scope of this context was left elsewhere, and its hooks with it: pass scope=None "
+            "to register for everybody, or another scope"
+        )
+        raise HookError(msg)
+    return last

@@ -1,0 +1,1 @@
+"""Summaries, profiles and the watch for NaN."""

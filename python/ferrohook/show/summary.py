@@ -1,0 +1,114 @@
+"""`summary`: a printable tree of the hooked modules of a model."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from ferrohook._core import NativeDetector
+from ferrohook.attach.hook_info import find_registry, state_of, timed_hooks
+from ferrohook.attach.priorities import BEHIND_ALL
+from ferrohook.names.select import select
+from ferrohook.util.arguments import expect_module
+from ferrohook.util.errors import HookError
+from ferrohook.util.texts import missing_package, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.tree import Tree
+    from torch import nn
+
+    from ferrohook.attach.hook_info import HookInfo
+    from ferrohook.names.select import Selector
+
+
+UNLIMITED = 10_000
+"""Columns of a tree whose lines stay whole."""
+
+
+def summary(
+    model: nn.Module, also: Selector = (), *, details: Mapping[str, str] | None = None
+) -> Tree:
+    """Returns the modules of a model that have hooks, as a tree.
+
+    `print`, `rich.print` and notebooks show it. It lists the hooks that fire in this context, in
+    firing order: phase, hook, priority, calls, and the time of timed hooks
+    (`register(timed=True)`).
+
+    Args:
+        model: any module, with wrappers or instrumented modules in it.
+        also: modules to show although they have no hooks, see `select`; None for all.
+        details: text to show behind the classes of modules, by the modules' names.
+
+    Raises:
+        HookTypeError: `model` is not an `nn.Module`.
+        SelectionError: `also` matches nothing.
+        HookError: the package rich is not installed.
+    """
+    try:
+        summary_class = _summary_class()
+    except ModuleNotFoundError as error:
+        raise HookError(missing_package("summary", "rich")) from error
+    expect_module(model, "summary shows")
+    modules = select(model)
+    hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
+    shown = {""}
+    forced = () if also == () else select(model, also)
+    for name, rows in hooks.items():
+        path = name
+        while (rows or name in forced) and path not in shown:
+            shown.add(path)
+            path = path.rpartition(".")[0]
+    nodes: dict[str, Tree] = {}
+    for name, module in modules.items():
+        if name not in shown:
+            continue
+        parent, _, last = name.rpartition(".")
+        title = _title(last, module, (details or {}).get(name, ""))
+        nodes[name] = nodes[parent].add(title) if name else summary_class(title)
+        for hook in hooks[name]:
+            nodes[name].add(_line(name, *hook))
+    return nodes[""]
+
+
+def _summary_class() -> type[Tree]:
+    # Rich is an extra.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.tree import Tree  # noqa: PLC0415
+
+    class Summary(Tree):
+        def __str__(self) -> str:
+            file = io.StringIO()
+            Console(file=file, width=UNLIMITED).print(self)
+            return file.getvalue().rstrip("\n")
+
+        __repr__ = __str__
+
+    return Summary
+
+
+def _title(name: str, module: nn.Module, detail: str) -> str:
+    kind = _escaped(module._get_name())
+    title = f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
+    return f"{title} [dim]{_escaped(detail)}[/dim]" if detail else title
+
+
+def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
+    shown = hook.hook
+    if isinstance(shown, NativeDetector):
+        shown = shown.modules.get(module, shown)
+    details = [f"{hook.calls} calls"]
+    if seconds is not None:
+        details.append(f"{seconds * 1e3:.3f} ms")
+    if hook.priority > BEHIND_ALL and hook.priority:
+        details.append(f"priority {hook.priority}")
+    if state := state_of(hook):
+        details.append(_escaped(state))
+    return f"[cyan]{hook.phase}[/cyan] {_escaped(name_of(shown))} [dim]({', '.join(details)})[/dim]"
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape  # noqa: PLC0415 (an extra)
+
+    return escape(text)

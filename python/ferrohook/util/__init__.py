@@ -1,0 +1,1 @@
+"""What all rooms share: errors, checks of arguments, texts, structures of tensors, streams."""

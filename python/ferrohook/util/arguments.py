@@ -1,0 +1,122 @@
+"""Validation of arguments, and the name that an error gives a value of the wrong type."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeAlias, get_args
+
+from torch import nn
+
+from ferrohook.util.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from types import UnionType
+
+OutputIndex: TypeAlias = "int | str | tuple[int | str, ...] | None"
+"""Index, key or attribute of a part of a value; a tuple of them is the path of a nested part."""
+COPIES = ("checked", "clone", "ref")
+"""Values of the option `copy` of a capture."""
+
+
+def describe(value: object) -> str:
+    """Returns the name of a value's type; for a class, the name of the class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def expect(value: object, types: type | UnionType | tuple[()], expected: str) -> None:
+    """Validates the type of a value. A bool is an int only where `types` names `bool`.
+
+    Args:
+        value: the argument.
+        types: accepted types; `()` accepts no value.
+        expected: start of the message, such as "index is an int".
+
+    Raises:
+        HookTypeError: the value has none of the types.
+    """
+    unwanted = isinstance(value, bool) and bool not in {types, *get_args(types)}
+    if unwanted or not isinstance(value, types):
+        msg = f"{expected}, got {describe(value)}"
+        raise HookTypeError(msg)
+
+
+def expect_callable(value: object, expected: str) -> None:
+    """Validates a callable; `expected` is the start of the message.
+
+    Raises:
+        HookTypeError: it cannot be called.
+    """
+    if not callable(value):
+        expect(value, (), expected)
+
+
+def check_output_index(value: object, name: str, types: type | UnionType = int | str) -> object:
+    """Validates and returns an `output_index`: None, a step, or a path, a tuple of steps.
+
+    Args:
+        value: the argument.
+        name: start of the message, such as "output_index of Add".
+        types: of a step.
+
+    Raises:
+        HookTypeError: a step has none of the types, or the path is empty.
+    """
+    steps = value if isinstance(value, tuple) else () if value is None else (value,)
+    wrong = [step for step in steps if isinstance(step, bool) or not isinstance(step, types)]
+    if wrong or value == ():
+        expected = f"{name} is an int, a key, the name of an attribute or a tuple of these"
+        expect(wrong[0] if wrong else value, (), expected)
+    return value
+
+
+def expect_module(model: object, taker: str) -> None:
+    """Validates that a model is an `nn.Module`.
+
+    Args:
+        model: the argument.
+        taker: start of the message, such as "Layers takes".
+
+    Raises:
+        HookTypeError: it is not an `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        msg = f"{taker} an instance of nn.Module, got {describe(model)}"
+        raise HookTypeError(msg)
+
+
+def at_least(least: int, name: str, value: int, expected: str = "an int") -> int:
+    """Validates an int with a lower bound, and caps it at `sys.maxsize`, the core's limit.
+
+    Raises:
+        HookTypeError: the value is not an int.
+        ValueError: it is below `least`.
+    """
+    expect(value, int, f"{name} is {expected}")
+    if value < least:
+        msg = f"{name} is at least {least}, got {value}"
+        raise ValueError(msg)
+    return min(value, sys.maxsize)
+
+
+def check_copy(copy: object) -> None:
+    """Validates the option `copy` of a capture.
+
+    Raises:
+        ValueError: `copy` is not one of `COPIES`.
+    """
+    if copy not in COPIES:
+        msg = f"copy is checked, clone or ref, got {copy!r}"
+        raise ValueError(msg)
+
+
+def check_encodes(text: str, name: str) -> None:
+    """Refuses a text that no file, header or JSON of UTF-8 can carry.
+
+    Raises:
+        ValueError: it has a surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        msg = f"{name}: {text!r} has a surrogate, which UTF-8 cannot encode"
+        raise ValueError(msg) from error

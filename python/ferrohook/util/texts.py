@@ -1,0 +1,33 @@
+"""Parts of error messages."""
+
+from __future__ import annotations
+
+import re
+
+
+def with_article(value: object) -> str:
+    """Returns the name of a value's type behind its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def missing_package(user: str, package: str, extra: str = "") -> str:
+    """Returns the error of a package that `user` needs and that is not installed.
+
+    Args:
+        user: name of the feature.
+        package: name of the package.
+        extra: name of the extra that has the package, if it is another.
+    """
+    # Not "ferrohook[extra]", which no registry has.
+    of_extra = f" (the extra {extra})" if extra else ""
+    return f"{user} needs the package {package}{of_extra}: pip install {package}"
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def name_of(hook: object) -> str:
+    """Returns the name of a hook for people: the same in each process."""
+    name: str | None = getattr(hook, "__qualname__", None)
+    return name or _ADDRESS.sub("", repr(hook))

@@ -1,0 +1,539 @@
+//! Interventions: native hooks that change one tensor of a module's input or output.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrohook_core::Phase;
+use parking_lot::Mutex;
+use pyo3::exceptions::{PyAttributeError, PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
+use crate::hooks::native::{NativeHook, Outcome, Turn};
+use crate::rows::mask::Mask;
+use crate::rows::matrix::Arguments;
+use crate::torch;
+use crate::torch::facts::Facts;
+use crate::torch::made::Order;
+use crate::torch::nested::{is_nested, map_dense};
+use crate::torch::tensors::{last_step, part_of, summed, with_part};
+
+/// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// `x + v`
+    Add,
+    /// `x * factor`
+    Scale,
+    /// `x - (x · d) d`, with the inner product of complex vectors
+    Ablate,
+    /// `x + (clamp(x · d) - x · d) d`, of real numbers
+    Clamp,
+    /// `v`, in the shape of `x`
+    Replace,
+    Zero,
+}
+
+/// Tensors with a row for each of some interventions, as tensors of one dtype and device take them.
+pub struct Table {
+    /// Numbers of the interventions.
+    pub key: Box<[u64]>,
+    pub dtype: Py<PyAny>,
+    pub device: Py<PyAny>,
+    pub tensors: Py<PyTuple>,
+    pub order: Order,
+}
+
+/// Base of interventions.
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
+pub struct InterventionBase {
+    pub operation: Operation,
+    /// `factor`, or `low` and `high`.
+    numbers: Py<PyTuple>,
+    /// Index, key or attribute of the changed tensor.
+    pub part: Option<Py<PyAny>>,
+    /// Width of the vector: the last dimension of the tensors that it fits.
+    pub width: Option<usize>,
+    /// True if the vector has rows of its own, which must not widen `x`.
+    has_rows: bool,
+    /// True if the vector is complex.
+    pub complex: bool,
+    /// True if the vector is trained: it has another graph in each call.
+    pub trained: bool,
+    /// Form of the operation in a trace, made by the first, see `ferrohook.effects.interventions`.
+    traced: OnceLock<Py<PyTuple>>,
+    /// Number of dimensions of the vector; None without one.
+    pub dims: Option<usize>,
+    /// Number of the intervention, unique in the process.
+    pub number: u64,
+    /// The vector as tensors of some dtypes and devices take it.
+    casts: Casts,
+    /// Tables of batches whose first intervention it is.
+    pub tables: Mutex<Vec<Table>>,
+}
+
+/// List of casts that only grows, read without a lock: comparing devices runs Python code.
+#[derive(Default)]
+struct Casts(OnceLock<Box<Cast>>);
+
+struct Cast {
+    dtype: Py<PyAny>,
+    device: Py<PyAny>,
+    vector: Py<PyAny>,
+    order: Order,
+    others: Casts,
+}
+
+impl Casts {
+    fn first(&self) -> Option<&Cast> {
+        self.0.get().map(Box::as_ref)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Cast> {
+        std::iter::successors(self.first(), |cast| cast.others.first())
+    }
+
+    fn add(&self, cast: Cast) {
+        let mut slot = &self.0;
+        let mut cast = Box::new(cast);
+        while let Err(refused) = slot.set(cast) {
+            cast = refused;
+            slot = &slot.wait().others.0;
+        }
+    }
+}
+
+#[pymethods]
+impl InterventionBase {
+    #[new]
+    #[pyo3(signature = (operation, numbers, part, width, vector, *_others))]
+    fn new(
+        operation: &str,
+        numbers: Py<PyTuple>,
+        part: Option<Py<PyAny>>,
+        width: Option<usize>,
+        vector: Option<Bound<'_, PyAny>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<(Self, NativeHook)> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let (dims, trained, complex) = match vector {
+            Some(vector) => (
+                Some(vector.call_method0("dim")?.extract::<usize>()?),
+                torch::tensors::requires_grad(&vector)?,
+                vector.call_method0("is_complex")?.is_truthy()?,
+            ),
+            None => (None, false, false),
+        };
+        let operation = match operation {
+            "add" => Operation::Add,
+            "scale" => Operation::Scale,
+            "ablate" => Operation::Ablate,
+            "clamp" => Operation::Clamp,
+            "replace" => Operation::Replace,
+            "zero" => Operation::Zero,
+            _ => return Err(PyValueError::new_err("unknown operation")),
+        };
+        let intervention = Self {
+            operation,
+            numbers,
+            part,
+            width,
+            has_rows: dims.is_some_and(|dims| dims > 1),
+            complex,
+            trained,
+            traced: OnceLock::new(),
+            dims,
+            // Relaxed: the numbers order nothing.
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            casts: Casts::default(),
+            tables: Mutex::default(),
+        };
+        Ok((intervention, NativeHook::of::<Self>()))
+    }
+
+    /// Returns a value with the change applied, as its hook returns it.
+    ///
+    /// Raises:
+    ///     HookTypeError: the value, or what `output_index` names, is no tensor that the vector fits.
+    ///     SelectionError: the value lacks the `output_index`.
+    fn apply<'py>(
+        slf: &Bound<'py, Self>,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let change = Change {
+            intervention: slf,
+            describe: &|| type_name(slf),
+            mask: None,
+        };
+        change.part_of(value, &|x, residual| change.tensor(x, residual))
+    }
+
+    // No `__clear__`: tensors refer to nothing here.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.numbers)?;
+        visit.call(&self.part)?;
+        visit.call(self.traced.get())?;
+        for cast in self.casts.iter() {
+            visit.call(&cast.vector)?;
+        }
+        for table in self.tables.lock().iter() {
+            visit.call(&table.tensors)?;
+        }
+        Ok(())
+    }
+}
+
+impl InterventionBase {
+    /// Returns the form of the operation in a trace.
+    pub fn traced_form<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        let py = slf.py();
+        let this = slf.get();
+        if this.traced.get().is_none() {
+            // Not in `get_or_init`: the method runs Python.
+            let form = slf.call_method0(intern!(py, "_traced"))?;
+            let _ = this.traced.set(form.cast_into::<PyTuple>()?.unbind());
+        }
+        Ok(this.traced.wait().bind(py).clone())
+    }
+
+    /// Applies it to the value of a turn, where `mask` is true. Returns the replacement.
+    pub fn run_masked<'py>(
+        slf: &Bound<'py, Self>,
+        turn: &Turn<'_, 'py>,
+        mask: Option<&Mask>,
+    ) -> Outcome<'py> {
+        let change = Change {
+            intervention: slf,
+            describe: turn.describe,
+            mask: mask.map(|mask| (mask, Arguments::of(turn))),
+        };
+        if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
+            let message = format!(
+                "{} changes positional arguments, and the call has none: register a hook \
+                 with_kwargs",
+                (turn.describe)()
+            );
+            return Err(hook_type_error(slf.py(), message));
+        }
+        let value = if turn.phase == Phase::ForwardPre && turn.args.len() != 1 {
+            turn.args.as_any()
+        } else {
+            turn.value
+        };
+        let changed = change.part_of(value, &|x, residual| change.tensor(x, residual))?;
+        if turn.phase == Phase::ForwardPre && turn.args.len() == 1 {
+            return Ok(Some(PyTuple::new(slf.py(), [changed])?.into_any()));
+        }
+        Ok(Some(changed))
+    }
+}
+
+/// Changes a tensor, or the hidden state of its sum with a residual. The sum is taken of changed rows
+/// alone: of others, sum less residual is the hidden state only up to rounding.
+pub type ChangeTensor<'a, 'py> =
+    dyn Fn(&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> + 'a;
+
+/// Changes a tensor by `change`, or its sum with a residual, of which it takes the difference.
+pub fn with_residual<'py>(
+    x: &Bound<'py, PyAny>,
+    residual: Option<&Bound<'py, PyAny>>,
+    change: impl FnOnce(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match residual {
+        Some(residual) => change(&x.add(residual)?)?.sub(residual),
+        None => change(x),
+    }
+}
+
+/// One invocation of an intervention.
+pub struct Change<'a, 'py> {
+    pub intervention: &'a Bound<'py, InterventionBase>,
+    /// Describes hook, phase and module, for errors.
+    pub describe: &'a dyn Fn() -> String,
+    /// Where it changes; with the arguments of the call.
+    pub mask: Option<(&'a Mask, Arguments<'a, 'py>)>,
+}
+
+impl<'py> Change<'_, 'py> {
+    fn py(&self) -> Python<'py> {
+        self.intervention.py()
+    }
+
+    /// Changes the part of a value that the intervention is for; `tensor` changes a tensor, see
+    /// [`ChangeTensor`].
+    pub fn part_of(
+        &self,
+        value: &Bound<'py, PyAny>,
+        tensor: &ChangeTensor<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let Some(part) = &self.intervention.get().part else {
+            if torch::is_tensor(value)? {
+                return tensor(value, None);
+            }
+            let expected = "changes a tensor: name one of its parts by output_index, the module's \
+                            value is";
+            return Err(self.error(expected, value));
+        };
+        let part = part.bind(self.py());
+        let (around, last) = last_step(part)?;
+        let inner = part_of(value, &around).map_err(|cause| self.no_part(value, part, cause))?;
+        if let Some((hidden, residual)) = summed(&inner, &last) {
+            // The hidden state alone takes what is added to the sum.
+            let adds = self.intervention.get().operation == Operation::Add;
+            let changed = tensor(&hidden, (!adds).then_some(&residual))?;
+            let first = 0_usize.into_pyobject(self.py())?.into_any();
+            return with_part(value, &around, &with_part(&inner, &first, &changed)?);
+        }
+        let found = part_of(&inner, &last).map_err(|cause| self.no_part(value, part, cause))?;
+        if !torch::is_tensor(&found)? {
+            let expected = format!(
+                "changes a tensor: name one by a path, as output_index=(1, 0); {} names",
+                repr(part)
+            );
+            return Err(self.error(&expected, &found));
+        }
+        with_part(value, part, &tensor(&found, None)?)
+    }
+
+    /// Returns the error of a value without the part.
+    fn no_part(&self, value: &Bound<'py, PyAny>, part: &Bound<'py, PyAny>, cause: PyErr) -> PyErr {
+        let message = format!(
+            "{} changes output_index {}, which the module's value, of type {}, lacks",
+            (self.describe)(),
+            repr(part),
+            type_name(value)
+        );
+        let error = selection_error(self.py(), message);
+        error.set_cause(self.py(), Some(cause));
+        error
+    }
+
+    /// Changes a tensor, where the mask is true.
+    fn tensor(
+        &self,
+        x: &Bound<'py, PyAny>,
+        residual: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let changed = with_residual(x, residual, |x| self.everywhere(x));
+        let changed = changed.map_err(|cause| self.lacking(x, cause))?;
+        match self.mask {
+            Some((mask, call)) => mask.merge(self.describe, &changed, x, Some(call)),
+            None => Ok(changed),
+        }
+    }
+
+    /// Changes a tensor by the vector or the numbers of the intervention.
+    pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        // Torch lacks operations of a nested tensor and a dense one, or their backward. One in the
+        // layout `jagged` is of a subclass.
+        if !Facts::is_plain(x)? && is_nested(x)? {
+            return self.by_components(x);
+        }
+        match self.whole(x) {
+            Err(cause) if !is_hook_error(self.py(), &cause) && is_nested(x)? => {
+                self.by_components(x)
+            }
+            changed => changed,
+        }
+    }
+
+    /// Changes a nested tensor.
+    fn by_components(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        if self.intervention.get().has_rows {
+            let message = format!(
+                "{}: a vector with rows does not fit a nested tensor: give it one dimension",
+                (self.describe)()
+            );
+            return Err(hook_type_error(self.py(), message));
+        }
+        map_dense(x, &mut |dense| self.whole(dense))
+    }
+
+    fn whole(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let this = self.intervention.get();
+        let numbers = this.numbers.bind(self.py());
+        let vectors = usize::from(this.dims.is_some());
+        self.by(x, |place| match place.checked_sub(vectors) {
+            None => self.vector(x),
+            Some(place) => numbers.get_item(place),
+        })
+    }
+
+    /// Changes a tensor by operands: the vector or factor, then the bounds, each for all of `x` or a
+    /// row of it.
+    pub fn by(
+        &self,
+        x: &Bound<'py, PyAny>,
+        operand: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let this = self.intervention.get();
+        match this.operation {
+            Operation::Scale => {
+                self.check_scales(x)?;
+                x.mul(operand(0)?)
+            }
+            Operation::Zero => torch::zeros_like(x),
+            Operation::Add if this.has_rows => x.add(self.expanded(&operand(0)?, x)?),
+            Operation::Add => x.add(operand(0)?),
+            Operation::Replace => {
+                let value = self.expanded(&operand(0)?, x)?;
+                value.call_method0(intern!(py, "clone"))
+            }
+            Operation::Ablate => {
+                let direction = operand(0)?;
+                x.sub(self.along(x, &direction)?.mul(&direction)?)
+            }
+            Operation::Clamp => {
+                let direction = operand(0)?;
+                let before = self.along(x, &direction)?;
+                let bounds = (operand(1)?, operand(2)?);
+                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
+                x.add(after.sub(before)?.mul(&direction)?)
+            }
+        }
+    }
+
+    /// Raises unless `x` has a dtype that a factor leaves.
+    fn check_scales(&self, x: &Bound<'py, PyAny>) -> PyResult<()> {
+        let dtype = x.getattr(intern!(self.py(), "dtype"))?;
+        if !Facts::is_float(&dtype)? {
+            self.intervention
+                .call_method1(intern!(self.py(), "check_dtype"), (dtype,))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
+    // Not a product of matrices: autocast runs those in lower precision.
+    fn along(
+        &self,
+        x: &Bound<'py, PyAny>,
+        direction: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let product = if self.intervention.get().complex {
+            x.mul(direction.call_method0(intern!(py, "conj"))?)?
+        } else {
+            x.mul(direction)?
+        };
+        product.call_method1(intern!(py, "sum"), (-1, true))
+    }
+
+    /// Returns a vector in the shape of `x`.
+    fn expanded(
+        &self,
+        vector: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
+        expanded.map_err(|cause| {
+            if is_nested(x).unwrap_or(false) {
+                return cause;
+            }
+            let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
+                let shape = tensor.getattr(intern!(py, "shape"));
+                shape.and_then(|shape| shape.extract()).unwrap_or_default()
+            };
+            let message = format!(
+                "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
+                (self.describe)(),
+                shape(vector),
+                shape(x)
+            );
+            let error = hook_type_error(py, message);
+            error.set_cause(py, Some(cause));
+            error
+        })
+    }
+
+    /// Returns the vector as `x` takes it.
+    pub fn vector(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let this = self.intervention.get();
+        if let Some(width) = this.width {
+            // Half the time of a call of `size`.
+            let shape = x.getattr(intern!(py, "shape"))?.cast_into::<PyTuple>()?;
+            let last = shape.len().checked_sub(1);
+            let of_x: Option<usize> = match last {
+                Some(last) => Some(shape.get_borrowed_item(last)?.extract()?),
+                None => None,
+            };
+            if of_x != Some(width) {
+                let message = format!(
+                    "{}: its vector has a width of {width}, the module's value has {}",
+                    (self.describe)(),
+                    of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
+                );
+                return Err(hook_type_error(py, message));
+            }
+        }
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        let found = this.casts.iter().find(|cast| {
+            cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
+        });
+        if let Some(cast) = found {
+            cast.order.begin_use(py)?;
+            return Ok(cast.vector.bind(py).clone());
+        }
+        let method = intern!(py, "vector_as");
+        let vector = self.intervention.call_method1(method, (&dtype, &device))?;
+        if !this.trained
+            && let Some(order) = Order::of(&PyTuple::new(py, [&vector])?)?
+        {
+            this.casts.add(Cast {
+                dtype: dtype.unbind(),
+                device: device.unbind(),
+                vector: vector.clone().unbind(),
+                order,
+                others: Casts::default(),
+            });
+        }
+        Ok(vector)
+    }
+
+    /// Returns the error of an operation that the class of a tensor may lack.
+    fn lacking(&self, x: &Bound<'py, PyAny>, cause: PyErr) -> PyErr {
+        let py = self.py();
+        let lacks = cause.is_instance_of::<PyTypeError>(py)
+            || cause.is_instance_of::<PyAttributeError>(py)
+            || cause.is_instance_of::<PyNotImplementedError>(py)
+            || cause.is_instance_of::<PyValueError>(py);
+        let plain = Facts::is_plain(x).unwrap_or(true);
+        let of_dtype = plain && cause.is_instance_of::<PyNotImplementedError>(py);
+        if !lacks || is_hook_error(py, &cause) || (plain && !of_dtype) {
+            return cause;
+        }
+        let mut class = type_name(x);
+        if of_dtype && let Ok(dtype) = x.getattr(intern!(py, "dtype")) {
+            class = format!("{class} of {dtype}");
+        }
+        let message = format!(
+            "{} changes a {class}, which lacks an operation of it ({}): change it by a function",
+            (self.describe)(),
+            cause
+                .get_type(py)
+                .name()
+                .map_or_else(|_| String::new(), |name| name.to_string()),
+        );
+        let error = hook_type_error(py, message);
+        error.set_cause(py, Some(cause));
+        error
+    }
+
+    /// Returns the error of a value of another kind than it changes.
+    pub fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
+        let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
+        hook_type_error(self.py(), message)
+    }
+}
+
+fn repr(part: &Bound<'_, PyAny>) -> String {
+    part.repr()
+        .map_or_else(|_| "?".to_owned(), |it| it.to_string())
+}

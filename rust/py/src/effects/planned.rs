@@ -1,0 +1,258 @@
+//! Native hooks of prepared plans: hooks at chosen positions, and the guard of the model.
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::capture::request::{RequestBase, Source};
+use crate::cpython::invoke;
+use crate::effects::intervention::InterventionBase;
+use crate::error::hook_error;
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::rows::at::Chosen;
+use crate::rows::calls::merging::{InBatch, Merging, in_batch};
+use crate::rows::matrix::Arguments;
+use crate::rows::membership::Membership;
+use crate::rows::places::Tokens;
+use crate::torch;
+use crate::torch::tree::ModuleTree;
+
+/// Hook of a plan that fires at some positions of its request: an intervention, or a forward hook
+/// of PyTorch's contract, whose result replaces the output there.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct MaskedHook {
+    hook: Py<PyAny>,
+    /// True for an intervention.
+    intervenes: bool,
+    /// Index of the positions among those of the plan.
+    mask: usize,
+}
+
+#[pymethods]
+impl MaskedHook {
+    #[new]
+    fn new(hook: Bound<'_, PyAny>, mask: usize) -> (Self, NativeHook) {
+        let masked = Self {
+            intervenes: hook.is_instance_of::<InterventionBase>(),
+            hook: hook.unbind(),
+            mask,
+        };
+        (masked, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.hook)
+    }
+}
+
+impl Native for MaskedHook {
+    fn native_in(&self, phase: Phase) -> bool {
+        phase == Phase::Forward || (phase == Phase::ForwardPre && self.intervenes)
+    }
+
+    fn changes(&self) -> bool {
+        true
+    }
+
+    fn runs_python(&self) -> bool {
+        !self.intervenes
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
+        let request = Source::request(turn.owner)?;
+        let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
+        let mask = match RequestBase::chosen(request, self.mask, own)? {
+            Chosen::Nothing => return Ok(None),
+            Chosen::At(mask) => mask,
+        };
+        let hook = self.hook.bind(py);
+        if let Ok(intervention) = hook.cast::<InterventionBase>() {
+            return InterventionBase::run_masked(intervention, turn, Some(&mask));
+        }
+        let result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
+        if result.is_none() {
+            return Ok(None);
+        }
+        if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
+            return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
+        }
+        let call = Some(Arguments::of(turn));
+        mask.merge(turn.describe, &result, turn.value, call)
+            .map(Some)
+    }
+
+    fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+        self.hook.bind(object.py()).clone()
+    }
+
+    // A graph does not know the positions of the calls that will run it.
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(Some(Traced {
+            faithful: false,
+            ..Traced::plain(object.clone(), false)
+        }))
+    }
+}
+
+impl InBatch for MaskedHook {
+    fn merges<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        let py = object.py();
+        let Ok(intervention) = self.hook.bind(py).cast::<InterventionBase>() else {
+            return Ok(None);
+        };
+        let Some(merging) = intervention.get().merges(intervention, phase, owner)? else {
+            return Ok(None);
+        };
+        let request = owner.cast::<RequestBase>()?;
+        let places = RequestBase::places(request, self.mask);
+        Ok(places.map(|places| Merging {
+            at: Some((self.mask, places)),
+            ..merging
+        }))
+    }
+}
+
+/// Hook on the model of a prepared plan, which refuses one whose modules were replaced, and on modules
+/// that take tokens, which has the positions of these found.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct PlanGuard {
+    /// None on a part of the model.
+    tree: Option<Py<ModuleTree>>,
+    /// Finds positions, called with (module, args, kwargs, request); None if the plan needs none.
+    positions: Option<Py<PyAny>>,
+}
+
+#[pymethods]
+impl PlanGuard {
+    /// Makes a guard for the modules of a tree.
+    #[new]
+    fn new(tree: Option<Py<ModuleTree>>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
+        (Self { tree, positions }, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.tree)?;
+        visit.call(&self.positions)
+    }
+}
+
+impl Native for PlanGuard {
+    fn phase(&self) -> Option<Phase> {
+        Some(Phase::ForwardPre)
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
+        if let Some(tree) = &self.tree
+            && !tree.get().holds(py)?
+        {
+            return Err(hook_error(
+                py,
+                "modules of the model were replaced since the plan was prepared, and its hooks \
+                 are not on the new ones: prepare the plan again"
+                    .to_owned(),
+            ));
+        }
+        if let Some(positions) = &self.positions {
+            let request = Source::request(turn.owner)?;
+            if Membership::positioned(request.as_super().get()) {
+                return Ok(None);
+            }
+            Membership::begin_call(request.as_super().get(), None);
+            let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
+            let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
+            invoke::call(positions.bind(py), arguments)?;
+        }
+        Ok(None)
+    }
+
+    // Dynamo guards the modules itself.
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        let positions = self.positions.as_ref();
+        Ok(positions.map(|_| Traced {
+            faithful: false,
+            ..Traced::plain(object.clone(), false)
+        }))
+    }
+}
+
+/// Hook that ends the call which a guard with positions began.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct EndOfCall {
+    /// Takes note of the call, called with (tokens, output).
+    note: Py<PyAny>,
+}
+
+#[pymethods]
+impl EndOfCall {
+    #[new]
+    fn new(note: Py<PyAny>) -> (Self, NativeHook) {
+        (Self { note }, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.note)
+    }
+}
+
+impl Native for EndOfCall {
+    fn last(&self) -> bool {
+        true
+    }
+
+    fn phase(&self) -> Option<Phase> {
+        Some(Phase::Forward)
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
+        let request = Source::request(turn.owner)?.as_super().get();
+        if Membership::positioned(request) {
+            return Ok(None);
+        }
+        if let Some(tokens) = Membership::end_call(request).and_then(|call| call.tokens) {
+            invoke::call(self.note.bind(py), [tokens.bind(py), turn.value])?;
+        }
+        Ok(None)
+    }
+
+    // The guard has these calls run without a graph.
+    fn traced<'py>(&self, _object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(None)
+    }
+}
+
+impl InBatch for EndOfCall {
+    fn reads(&self, _positioned: bool) -> bool {
+        false
+    }
+}
+
+impl InBatch for PlanGuard {
+    fn reads(&self, positioned: bool) -> bool {
+        self.positions.is_some() && !positioned
+    }
+
+    fn checks(&self) -> Option<usize> {
+        Some(self.tree.as_ref()?.as_ptr() as usize)
+    }
+}

@@ -1,0 +1,354 @@
+//! Interventions as native hooks: alone, or those of many members of a batch as one operation, by a
+//! table of vectors and the place in it of each row.
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyIndexError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::effects::intervention::{Change, InterventionBase, Operation, Table, with_residual};
+use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
+use crate::rows::calls::merging::{
+    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
+};
+use crate::rows::numbers::Selection;
+use crate::torch;
+use crate::torch::made::Order;
+use ferrohook_core::Phase;
+
+/// Number of tables that an intervention keeps, for the batches that begin with it.
+const MOST_TABLES: usize = 4;
+
+/// Adds a table, and returns the one that it replaces.
+fn push(tables: &mut Vec<Table>, table: Table) -> Option<Table> {
+    let oldest = (tables.len() == MOST_TABLES).then(|| tables.remove(0));
+    tables.push(table);
+    oldest
+}
+
+/// Returns the row of the table for each row of the selection, in the shape that `x` takes.
+fn spread<'py>(
+    table: &Bound<'py, PyAny>,
+    selection: &Selection,
+    x: &Bound<'py, PyAny>,
+    dim: usize,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = x.py();
+    let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
+    let mut rows = table.clone();
+    if let Some(members) = &selection.members {
+        let members = members.on_device_of(x)?;
+        rows = rows.call_method1(intern!(py, "index_select"), (0, members))?;
+    }
+    let between = dims - dim - 2;
+    if between == 0 {
+        return Ok(rows);
+    }
+    let width: usize = table.call_method1(intern!(py, "size"), (1,))?.extract()?;
+    let shape = PyList::new(py, [selection.rows.len()])?;
+    for length in std::iter::repeat_n(1, between).chain([width]) {
+        shape.append(length)?;
+    }
+    rows.call_method1(intern!(py, "view"), (shape,))
+}
+
+/// Interventions of some members.
+pub struct Together(Vec<Group>);
+
+/// Interventions of the same operation, on the same part of a value.
+struct Group {
+    /// Number of the part of the first one.
+    part: usize,
+    hooks: Vec<Py<InterventionBase>>,
+    /// Numbers of the interventions.
+    key: Box<[u64]>,
+    selection: Arc<Selection>,
+}
+
+impl Together {
+    pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
+        let mut hooks = Vec::with_capacity(parts.len());
+        for part in parts {
+            hooks.push(part.hook.cast::<InterventionBase>()?);
+        }
+        let groups = groups(parts, alike)?.into_iter().map(|group| {
+            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
+            let hooks = group.iter().map(|number| hooks[*number]);
+            Group {
+                part: group[0],
+                key: hooks.clone().map(|hook| hook.get().number).collect(),
+                hooks: hooks.map(|hook| hook.clone().unbind()).collect(),
+                selection: select.rows(&of_group),
+            }
+        });
+        Ok(Self(groups.collect()))
+    }
+}
+
+/// True if interventions are of the same operation, on the same part of a value, by numbers of the
+/// same kind.
+fn alike(
+    first: &Bound<'_, InterventionBase>,
+    second: &Bound<'_, InterventionBase>,
+) -> PyResult<bool> {
+    let (this, other) = (first.get(), second.get());
+    let same = same_part(first.py(), this.part.as_ref(), other.part.as_ref())?;
+    Ok(same && this.operation == other.operation && this.complex == other.complex)
+}
+
+/// True for a tensor of floating point or complex numbers.
+fn has_fractions(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let floats = tensor.call_method0(intern!(py, "is_floating_point"))?;
+    Ok(floats.is_truthy()?
+        || tensor
+            .call_method0(intern!(py, "is_complex"))?
+            .is_truthy()?)
+}
+
+impl Joint for Together {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
+        let mut now = shared.value.clone();
+        let lone = torch::is_tensor(&now)?;
+        for group in &self.0 {
+            if lone && group.hooks[0].get().part.is_some() {
+                // Of a tensor it counts the rows of each member: each runs alone.
+                return Err(PyIndexError::new_err("an index of a tensor"));
+            }
+            let change = Change {
+                intervention: group.hooks[0].bind(now.py()),
+                describe: &|| (shared.describe)(group.part),
+                mask: None,
+            };
+            now = change.part_of(&now, &|x, residual| {
+                group.rows(&change, shared, x, residual)
+            })?;
+        }
+        Ok(Merged {
+            value: Some(now),
+            failed: Vec::new(),
+        })
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut hooks = self.0.iter().flat_map(|group| &group.hooks);
+        hooks.try_for_each(|hook| visit.call(hook))
+    }
+}
+
+impl Group {
+    /// Applies each intervention to its rows of a tensor.
+    fn rows<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        shared: &SharedValue<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+        residual: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        for tensor in residual.into_iter().chain([x]) {
+            let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
+            if !shared.layout.covers(tensor)?
+                || dims < shared.layout.dim + 2
+                || !has_fractions(tensor)?
+            {
+                return Err(change.error("changes rows of", tensor));
+            }
+        }
+        let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.layout.dim);
+        let rows = &self.selection.rows;
+        if rows.all(shared.layout.size) {
+            return with_residual(x, residual, of_rows);
+        }
+        let narrow = |tensor| rows.narrow(tensor, shared.layout.dim);
+        let changed = with_residual(
+            &narrow(x)?,
+            residual.map(narrow).transpose()?.as_ref(),
+            of_rows,
+        )?;
+        let copy = x.call_method0(intern!(py, "clone"))?;
+        rows.write(&copy, shared.layout.dim, &changed)?;
+        Ok(copy)
+    }
+
+    /// Applies each intervention to its rows, those of the selection in order.
+    fn of_rows<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+        dim: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let operation = change.intervention.get().operation;
+        if self.hooks.len() == 1 || operation == Operation::Zero {
+            return change.everywhere(x);
+        }
+        let tables = self.tables(change, x)?;
+        let changed = change.by(x, |place| {
+            spread(&tables.get_item(place)?, &self.selection, x, dim)
+        })?;
+        if operation != Operation::Scale {
+            return Ok(changed);
+        }
+        // The factors may be of a wider dtype.
+        let dtype = x.getattr(intern!(x.py(), "dtype"))?;
+        changed.call_method1(intern!(x.py(), "to"), (dtype,))
+    }
+
+    /// Returns the tables of the interventions, as `x` takes them.
+    fn tables<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let py = x.py();
+        let first = change.intervention;
+        let this = first.get();
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        let known = |table: &&Table| table.key == self.key && table.dtype.is(&dtype);
+        let of_table = |table: &Table| {
+            let order = table.order.clone_ref(py);
+            (
+                table.device.clone_ref(py),
+                table.tensors.clone_ref(py),
+                order,
+            )
+        };
+        let found: Vec<_> = this
+            .tables
+            .lock()
+            .iter()
+            .filter(known)
+            .map(of_table)
+            .collect();
+        // Compared without the lock: a device may be of Python.
+        for (of, tensors, order) in found {
+            if of.bind(py).eq(&device)? {
+                order.begin_use(py)?;
+                return Ok(tensors.into_bound(py));
+            }
+        }
+        let vectors = PyList::empty(py);
+        if this.dims.is_some() {
+            for hook in &self.hooks {
+                let change = Change {
+                    intervention: hook.bind(py),
+                    ..*change
+                };
+                vectors.append(change.vector(x)?)?;
+            }
+        }
+        let hooks = PyList::new(py, &self.hooks)?;
+        let arguments = (hooks, vectors, &dtype, &device);
+        let tensors = first.call_method1(intern!(py, "_tables"), arguments)?;
+        let tensors = tensors.cast_into::<PyTuple>()?;
+        if let Some(order) = Order::of(&tensors)? {
+            let table = Table {
+                key: self.key.clone(),
+                dtype: dtype.unbind(),
+                device: device.unbind(),
+                tensors: tensors.clone().unbind(),
+                order,
+            };
+            let _oldest = push(&mut this.tables.lock(), table);
+        }
+        Ok(tensors)
+    }
+}
+
+impl Native for InterventionBase {
+    fn native_in(&self, phase: Phase) -> bool {
+        matches!(phase, Phase::ForwardPre | Phase::Forward)
+    }
+
+    fn changes(&self) -> bool {
+        true
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        Self::run_masked(object.cast()?, turn, None)
+    }
+
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        let form = Self::traced_form(object.cast()?)?;
+        Ok(Some(Traced {
+            kind: "intervention",
+            ..Traced::plain(form.into_any(), false)
+        }))
+    }
+}
+
+impl InBatch for InterventionBase {
+    fn merges<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        _phase: Phase,
+        _owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
+        let row = self
+            .dims
+            .is_none_or(|dims| dims == 1 && self.width.is_some());
+        Ok((row && !self.trained).then(|| Merging {
+            hook: object.clone().unbind(),
+            at: None,
+            lasts: true,
+        }))
+    }
+
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let py = value.py();
+        // Width of a tensor of floating point that is the value itself.
+        let mut width = None;
+        if torch::is_tensor(value)?
+            && value
+                .call_method0(intern!(py, "is_floating_point"))?
+                .is_truthy()?
+        {
+            let size = value.call_method1(intern!(py, "size"), (-1,));
+            width = size.and_then(|size| size.extract()).ok();
+        }
+        let mut failed = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let intervention = part.hook.cast::<Self>()?;
+            let this = intervention.get();
+            if this.part.is_none()
+                && !this.complex
+                && width.is_some()
+                && (this.width.is_none() || this.width == width)
+            {
+                continue;
+            }
+            let change = Change {
+                intervention,
+                describe: part.describe,
+                mask: None,
+            };
+            let checked = change.part_of(value, &|x, _residual| {
+                if this.dims.is_some() {
+                    change.vector(x)?;
+                }
+                Ok(x.clone())
+            });
+            if let Err(error) = checked {
+                failed.push((number, error));
+            }
+        }
+        Ok(failed)
+    }
+
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(Together::of(parts, select)?))
+    }
+}

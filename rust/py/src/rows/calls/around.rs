@@ -1,0 +1,470 @@
+//! Batches as what stands around a phase of a call.
+
+use std::sync::Arc;
+
+use ferrohook_core::{Entry, Phase};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::call::around::{Around, Between};
+use crate::call::{Call, NextHook, Replaced};
+use crate::contexts::current::Frames;
+use crate::contexts::frame::Frame;
+use crate::contexts::log::PhaseRun;
+use crate::contexts::owners::{Firing, Owned};
+use crate::hooks::hook::Hook;
+use crate::rows::batch::{BatchBase, Batches};
+use crate::rows::calls::hooks::{Found, Hooks, MemberHooks};
+use crate::rows::calls::merged::{MergedHooks, Simple};
+use crate::rows::calls::stages::Stages;
+use crate::rows::calls::value::{self, Needs, Value};
+use crate::rows::layout::Layout;
+use crate::rows::matrix::Arguments;
+use crate::rows::member::Member;
+use crate::rows::places::Tokens;
+use crate::torch::target::Target;
+
+impl Around for Batches {
+    fn begin<'py>(
+        &self,
+        frame: &Bound<'py, Frame>,
+        call: &Call<'_, 'py>,
+        phase: Phase,
+        whole: Option<&Firing<'py>>,
+    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
+        let batch = frame.cast::<BatchBase>()?;
+        let recall = phase == Phase::Forward && whole.is_none_or(|it| it.entries().is_empty());
+        let hooks = MemberHooks::begin(batch, call, phase, whole, recall)?;
+        Ok(hooks.map(|hooks| Box::new(hooks) as _))
+    }
+
+    fn has_hooks(&self, frame: &Bound<'_, Frame>, module: u64, phases: &[Phase]) -> bool {
+        let batch = frame.cast::<BatchBase>();
+        batch.is_ok_and(|batch| batch.get().has_hooks(module, phases))
+    }
+
+    fn runs(&self, frame: &Bound<'_, Frame>) -> bool {
+        let batch = frame.cast::<BatchBase>();
+        batch.is_ok_and(|batch| batch.get().runs(frame.get()))
+    }
+}
+
+impl<'py> Between<'py> for MemberHooks<'py> {
+    fn is_empty(&self, gap: usize) -> bool {
+        match &self.hooks {
+            Found::Merged(_) => gap > 0,
+            Found::Each(_) => self.in_gap(gap).next().is_none(),
+        }
+    }
+
+    fn forward_pre(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        let (py, batch) = (call.module.py(), self.batch.get());
+        let before = value::arguments(call)?;
+        for (_, entries) in self.in_gap(gap) {
+            // The guard of a plan: the call is that of its model.
+            if value::checks(py, &entries[..1]).is_some() {
+                batch.set_size(&before)?;
+            }
+        }
+        let layout = &layout_of(batch, call, &before, None)?.0;
+        let lone = match call.args.get_item(0) {
+            Ok(only) if call.args.len() == 1 => value::covered(&only, layout)?,
+            _ => false,
+        };
+        let members = Members {
+            call,
+            batch,
+            layout,
+            run: self.run.as_deref(),
+        };
+        let (merged, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
+        let replaced = members.forward_pre_of_each(others, target)?;
+        call.replace_input(replaced);
+        if merged.members.is_empty() {
+            return Ok(());
+        }
+        let value = call.args.get_item(0)?;
+        let members = Members {
+            call,
+            batch,
+            layout,
+            run: self.run.as_deref(),
+        };
+        let replaced = match members.run_merged(&merged, &value)? {
+            Ok(changed) => match changed {
+                Some(changed) => Some((PyTuple::new(py, [changed])?, None)),
+                None => None,
+            },
+            Err(_each_alone) => members.forward_pre_of_each(merged.each(), target)?,
+        };
+        call.replace_input(replaced);
+        Ok(())
+    }
+
+    #[cold]
+    fn forward(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let batch = self.batch.get();
+        let (layout, covered) = if let Some(value) = output {
+            layout_of(batch, call, value, output)?
+        } else {
+            let kwargs = call.kwargs.as_ref();
+            (batch.layout(call.module, &call.args, kwargs, None)?, false)
+        };
+        let layout = &layout;
+        let members = Members {
+            call,
+            batch,
+            layout,
+            run: self.run.as_deref(),
+        };
+        if let Found::Merged(merged) = &self.hooks {
+            if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
+                return members.forward_merged(merged, output);
+            }
+            return match self.each(call)? {
+                Some(each) => each.forward(call, gap, output),
+                None => Ok(None),
+            };
+        }
+        let Some(output) = output else {
+            return members.run_always_called(self.in_gap(gap)).map(|()| None);
+        };
+        let (merged, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
+        let remember = self.all() && others.is_empty() && merged.last && !self.repeats();
+        let changed = members.forward_of_each(others, output)?;
+        if merged.members.is_empty() {
+            return Ok(changed);
+        }
+        let now = changed.as_ref().unwrap_or(output);
+        let merged = Arc::new(merged);
+        let more = members.forward_merged(&merged, now)?;
+        if remember {
+            batch.remember(layout, call.registry.get().module(), self.epoch, merged);
+        }
+        Ok(more.or(changed))
+    }
+}
+
+/// Finds the rows of a value of a call, and whether it has them.
+fn layout_of<'py>(
+    batch: &BatchBase,
+    call: &Call<'_, 'py>,
+    value: &Bound<'py, PyAny>,
+    output: Option<&Bound<'py, PyAny>>,
+) -> PyResult<(Layout, bool)> {
+    let (args, kwargs) = (&call.args, call.kwargs.as_ref());
+    let layout = batch.layout(call.module, args, kwargs, output)?;
+    let covered = value::covered(value, &layout)?;
+    let arguments = Arguments { args, kwargs };
+    let matrices = batch.matrices(&layout, value, arguments, covered)?;
+    Ok(matrices.map_or((layout, covered), |layout| (layout, true)))
+}
+
+/// One phase of a call, for the hooks of members.
+struct Members<'a, 'c, 'py> {
+    call: &'a Call<'c, 'py>,
+    batch: &'a BatchBase,
+    layout: &'a Layout,
+    run: Option<&'a PhaseRun<'py>>,
+}
+
+impl<'a, 'py> Members<'a, '_, 'py> {
+    /// Hooks of a member, its own.
+    fn owned<'s>(
+        &self,
+        number: usize,
+        entries: &'s [Arc<Entry<Hook>>],
+    ) -> impl Iterator<Item = Owned<'s, 'py>>
+    where
+        'a: 's,
+        'py: 's,
+    {
+        let owner = Some(self.batch.all()[number].frame.bind(self.py()));
+        let run = self.run;
+        entries.iter().map(move |entry| Owned { entry, owner, run })
+    }
+
+    /// Fails a member for the exception of its hooks.
+    fn settle(&self, number: usize, error: PyErr) -> PyResult<()> {
+        let member = self.member(number);
+        if let Some(run) = self.run {
+            run.note_failure(member.frame.get(), self.py(), &error);
+        }
+        value::settle(self.py(), member, error)
+    }
+
+    /// In a repeat: raises what the member failed with in the forward.
+    fn fail_again(&self, number: usize) -> PyResult<()> {
+        let frame = self.member(number).frame.get();
+        let run = self.run;
+        run.map_or(Ok(()), |run| run.fail_again(frame, self.py()))
+    }
+
+    fn py(&self) -> Python<'py> {
+        self.call.module.py()
+    }
+
+    fn member(&self, number: usize) -> &'a Member {
+        &self.batch.all()[number]
+    }
+
+    fn describe(&self, entry: &Entry<Hook>) -> String {
+        self.call.site(entry).describe()
+    }
+
+    fn tokens(&self, number: usize) -> Tokens {
+        Tokens {
+            positions: self.batch.positions_of(self.layout, number),
+            own: self.layout.own_rows(number).cloned(),
+        }
+    }
+
+    /// Makes the call as the hooks of a member see it.
+    fn of_member<'t>(
+        &'t self,
+        number: usize,
+        arguments: &Bound<'py, PyAny>,
+        tokens: &'t Tokens,
+    ) -> PyResult<Call<'t, 'py>> {
+        value::note_run(self.member(number));
+        let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+        Ok(Call {
+            module: self.call.module,
+            registry: self.call.registry,
+            frames: Frames::fixed(PyTuple::empty(self.py())),
+            args,
+            kwargs: self.call.kwargs.is_some().then_some(kwargs),
+            took: self.call.took,
+            part: Some(tokens),
+        })
+    }
+
+    /// Splits members with rows into those whose hooks merge, if the value has the rows, and the
+    /// others.
+    fn split<'s>(
+        &self,
+        hooks: impl Iterator<Item = Hooks<'s>>,
+        phase: Phase,
+        covered: bool,
+    ) -> PyResult<(MergedHooks, Vec<Hooks<'s>>)> {
+        let (mut simple, mut others) = (Vec::new(), Vec::new());
+        for (number, entries) in hooks {
+            if self.layout.rows(self.batch.all(), number).len() == 0 {
+                value::note_run(self.member(number));
+                continue;
+            }
+            let merging = if covered {
+                Simple::of(self.py(), phase, self.batch, number, entries)?
+            } else {
+                None
+            };
+            match merging {
+                Some(merging) => simple.push(merging),
+                None => others.push((number, entries)),
+            }
+        }
+        Ok((MergedHooks::new(simple), others))
+    }
+
+    /// Runs the hooks of members that merge; an inner error means that each member's hooks have to
+    /// run alone.
+    fn run_merged(
+        &self,
+        hooks: &MergedHooks,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
+        let stages = Stages {
+            hooks,
+            batch: self.batch,
+            layout: self.layout,
+            run: self.run,
+            describe: &|entry| self.describe(entry),
+        };
+        let mut fail = |number: usize, entry: &Entry<Hook>, error| {
+            let member = self.member(number);
+            let owner = Some(member.frame.bind(self.py()));
+            let run = self.run;
+            match self.call.apply_on_error(Owned { entry, owner, run }, error) {
+                Ok(()) => Ok(true),
+                Err(error) => value::settle(self.py(), member, error).map(|()| false),
+            }
+        };
+        stages.run(value, &mut fail)
+    }
+
+    /// Runs forward hooks of members that merge, on an output that has the rows.
+    fn forward_merged(
+        &self,
+        hooks: &MergedHooks,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self.run_merged(hooks, output)? {
+            Ok(changed) => Ok(changed),
+            Err(_each_alone) => self.forward_of_each(hooks.each(), output),
+        }
+    }
+
+    /// Runs forward hooks with `always_call`, after an exception.
+    fn run_always_called<'s>(&self, hooks: impl Iterator<Item = Hooks<'s>>) -> PyResult<()> {
+        let arguments = value::arguments(self.call)?;
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let mut value = Value::new(&arguments, None, self.layout, self.batch, &describe)?;
+        let covered = value::covered(&arguments, self.layout)?;
+        for (number, entries) in hooks {
+            let tokens = self.tokens(number);
+            let mut own = arguments.clone();
+            if covered {
+                let needs = Needs::of(self.py(), entries, self.batch.positioned());
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                own = value.narrow(&mut narrowed, &arguments)?;
+            }
+            let mut call = self.of_member(number, &own, &tokens)?;
+            let hooks = self.owned(number, entries);
+            call.run_always_called(&mut hooks.map(NextHook::Own), None);
+        }
+        Ok(())
+    }
+
+    /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows. Returns
+    /// new arguments.
+    fn forward_pre_of_each(
+        &self,
+        members: Vec<Hooks<'_>>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        if members.is_empty() {
+            return Ok(None);
+        }
+        let py = self.py();
+        let before = value::arguments(self.call)?;
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let mut value = Value::new(&before, None, self.layout, self.batch, &describe)?;
+        let covered = value::covered(&before, self.layout)?;
+        let mut checked = None;
+        for (number, entries) in members {
+            let member = self.member(number);
+            let tokens = self.tokens(number);
+            let mut run = || {
+                let needs = Needs::of(py, entries, self.batch.positioned());
+                if !needs.reads {
+                    let checks = value::checks(py, entries);
+                    if checks.is_some() && checks == checked {
+                        value::note_run(member);
+                        return Ok(());
+                    }
+                    let mut call = self.of_member(number, &before, &tokens)?;
+                    call.forward_pre(self.owned(number, entries), target)?;
+                    checked = checks;
+                    return Ok(());
+                }
+                if !covered {
+                    return Err(value.not_covered(entries));
+                }
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                let own = value.narrow(&mut narrowed, &before)?;
+                let mut call = self.of_member(number, &own, &tokens)?;
+                let hooks = self.owned(number, entries);
+                call.forward_pre_seen(hooks, target, |hook, call, replaced| {
+                    let arguments = replaced.then(|| value::arguments(call)).transpose()?;
+                    narrowed.note(hook.entry, arguments)
+                })?;
+                let after = value::arguments(&call)?;
+                self.fail_again(number)?;
+                value.take(&narrowed, &after)
+            };
+            if let Err(error) = run() {
+                self.settle(number, error)?;
+            }
+        }
+        let Some(merged) = value.merged()? else {
+            return Ok(None);
+        };
+        let (args, kwargs) = merged.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+        Ok(Some((args, self.call.kwargs.is_some().then_some(kwargs))))
+    }
+
+    /// Runs the forward hooks of each member alone, on tensors narrowed to its rows. Returns the
+    /// replaced output.
+    fn forward_of_each(
+        &self,
+        members: Vec<Hooks<'_>>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if members.is_empty() {
+            return Ok(None);
+        }
+        let py = self.py();
+        let before = value::arguments(self.call)?;
+        // A router takes tokens of (batch, length, ...), and returns them as the rows of a matrix.
+        let of_inputs = if self.layout.has_matrices() {
+            Some(layout_of(self.batch, self.call, &before, None)?.0)
+        } else {
+            None
+        };
+        let of_inputs = of_inputs.as_ref().filter(|layout| !layout.has_matrices());
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let beside = Some(&before);
+        let value = Value::new(output, beside, self.layout, self.batch, &describe)?;
+        let mut value = value.with(of_inputs);
+        let covered = value::covered(output, self.layout)?;
+        for (number, entries) in members {
+            let tokens = self.tokens(number);
+            let hooks = self.owned(number, entries).map(NextHook::Own);
+            let run = || {
+                let needs = Needs::of(py, entries, self.batch.positioned());
+                if !needs.reads {
+                    let mut call = self.of_member(number, &before, &tokens)?;
+                    return call.forward(hooks, output.clone()).map(drop);
+                }
+                if !covered {
+                    return Err(value.not_covered(entries));
+                }
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                let own = value.narrow(&mut narrowed, output)?;
+                let mut inputs = None;
+                let arguments = match of_inputs {
+                    _ if !needs.python => before.clone(),
+                    None => value.narrow(&mut narrowed, &before)?,
+                    Some(layout) => {
+                        let value = Value::new(output, beside, layout, self.batch, &describe)?;
+                        let mut value = value.with(Some(self.layout));
+                        let mut narrowed = value.begin(number, entries, &needs)?;
+                        let arguments = value.narrow(&mut narrowed, &before)?;
+                        inputs = Some((value, narrowed));
+                        arguments
+                    }
+                };
+                let mut call = self.of_member(number, &arguments, &tokens)?;
+                let mut noted = Ok(());
+                let result = call.forward_seen(hooks, own, |next, returned| {
+                    if let (NextHook::Own(hook), Ok(())) = (next, &noted) {
+                        noted = narrowed.note(hook.entry, returned.cloned());
+                        if let (Some((_, narrowed)), Ok(())) = (&mut inputs, &noted) {
+                            noted = narrowed.note(hook.entry, None);
+                        }
+                    }
+                })?;
+                noted?;
+                self.fail_again(number)?;
+                if let Some((value, narrowed)) = &inputs {
+                    value.take_arguments(narrowed)?;
+                }
+                value.take(&narrowed, &result)
+            };
+            if let Err(error) = run() {
+                self.settle(number, error)?;
+            }
+        }
+        value.merged()
+    }
+}
