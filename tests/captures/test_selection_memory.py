@@ -92,6 +92,6 @@ def test_many_selectors_take_bounded_memory() -> None:
     m = model()
     for number in range(1000):
         assert list(fh.select(m, ["0"] * (number + 1))) == ["0"]
-    from ferrohook.names import select as selection  # noqa: PLC0415 (only here)
+    from ferrohook.names import select  # noqa: PLC0415 (only here)
 
-    assert len(selection._SELECTIONS[m]) <= selection.MOST_SELECTIONS
+    assert len(select._SELECTIONS[m]) <= select.MOST_SELECTIONS

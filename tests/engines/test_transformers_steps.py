@@ -127,7 +127,7 @@ def test_a_release_that_nobody_tried_is_refused(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = dataclasses.replace(transformers.CAPABILITIES, version="5.99.1")
-    monkeypatch.setattr(transformers, "CAPABILITIES", unknown)
+    monkeypatch.setattr("ferrohook.engines.transformers.batching.CAPABILITIES", unknown)
 
     with pytest.raises(HookError, match=r"transformers 5\.99\.1 was not tried"):
         transformers.attach(manager)

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: its layers and its arrows from Rust to Python, checked against the sources."""
+"""ARCHITECTURE.md: its rooms and its arrows from Rust to Python, checked against the sources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import builtins
 import collections
 import functools
+import inspect
 import logging
 import re
 from graphlib import CycleError, TopologicalSorter
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import ferrohook as fh
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "python"
@@ -27,17 +30,26 @@ Arrows = dict[str, set[str]]
 """Files used by each file, by module name."""
 
 
-def layers(language: str) -> dict[str, int]:
-    """Layer number of each unit (a file or a folder), from ARCHITECTURE.md."""
+def rooms(root: str) -> list[str]:
+    """Rooms below a folder, in the order of ARCHITECTURE.md: each imports only those before it."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
-    (block,) = re.findall(
-        rf"^```layers-{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL
-    )
-    numbered = [
-        (unit, number) for number, line in enumerate(block.splitlines()) for unit in line.split()
-    ]
-    found = dict(numbered)
-    assert len(found) == len(numbered), "a unit stands in the layers twice"
+    (table,) = re.findall(rf"^`{root}`[^\n]*:\n\n((?:\|[^\n]*\n)+)", page, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([\w/]+)` \| [^|]*\w[^|]* \|$", table, flags=re.MULTILINE)
+    assert len(listed) == table.count("\n") - len(["header", "rule"]), "a row without a sentence"
+    return listed
+
+
+def folders(root: Path, suffix: str) -> dict[str, list[Path]]:
+    """Folders with sources below a root, by path, and the files and folders in each."""
+    files = [path for path in root.rglob(f"*{suffix}") if path.is_file()]
+    found: dict[str, list[Path]] = {}
+    for path in files:
+        for each in [path, *path.parents]:
+            if each == root:
+                break
+            inside = found.setdefault(str(each.parent.relative_to(root)), [])
+            if each not in inside:
+                inside.append(each)
     return found
 
 
@@ -50,13 +62,13 @@ def find_cycle(arrows: Arrows) -> list[str]:
     return []
 
 
-def upward_arrows(arrows: Arrows, units: Mapping[str, str], levels: Mapping[str, int]) -> list[str]:
-    """Arrows to another unit that do not point down."""
+def wrong_arrows(arrows: Arrows, units: Mapping[str, str], order: Sequence[str]) -> list[str]:
+    """Arrows to a room that stands behind the user's own."""
     return [
         f"{user} -> {used}"
         for user, targets in arrows.items()
         for used in sorted(targets)
-        if units[user] != units[used] and levels[units[user]] <= levels[units[used]]
+        if order.index(units[user]) < order.index(units[used])
     ]
 
 
@@ -136,7 +148,7 @@ def python_arrows() -> Arrows:
 
 
 def python_unit(module: str) -> str:
-    """Unit of a module: a file beside the front, or a whole folder."""
+    """Room of a module: a folder with all in it, or a file beside the front."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -203,11 +215,41 @@ def test_python_has_no_import_cycle() -> None:
     assert find_cycle(python_arrows()) == []
 
 
-def test_python_imports_only_lower_layers() -> None:
-    arrows, levels = python_arrows(), layers("python")
+def test_a_python_room_imports_only_those_before_it() -> None:
+    arrows, listed = python_arrows(), rooms("python/ferrohook")
     units = {module: python_unit(module) for module in arrows}
-    assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
-    assert upward_arrows(arrows, units, levels) == []
+    inside = folders(PYTHON / FRONT, ".py").keys() - {"."}
+    assert sorted(listed) == sorted({*units.values(), *inside}), "rooms and ARCHITECTURE.md"
+    assert wrong_arrows(arrows, units, listed) == []
+
+
+@pytest.mark.parametrize(
+    ("root", "suffix"),
+    [
+        ("python/ferrohook", ".py"),
+        *((f"rust/{each}/src", ".rs") for each in ("core", "py", "statistics")),
+    ],
+)
+def test_a_folder_has_two_to_fifteen_files(root: str, suffix: str) -> None:
+    found = folders(ROOT / root, suffix)
+    few = {folder for folder, inside in found.items() if len(inside) < 2}
+    many = {
+        folder: len(inside)
+        for folder, inside in found.items()
+        if sum(path.is_file() for path in inside) > 15
+    }
+    assert (few, many) == (set(), {})
+
+
+def test_few_python_files_stand_at_the_root() -> None:
+    files = {path.name for path in (PYTHON / FRONT).glob("*.py*") if path.suffix in {".py", ".pyi"}}
+    assert files == {"__init__.py", "__init__.pyi", "__main__.py", "_core.pyi"}
+
+
+def test_no_room_takes_the_name_of_a_public_function() -> None:
+    # Importing the room would set an attribute of the package, in the function's place.
+    taken = [name for name in fh.__all__ if (PYTHON / FRONT / name).is_dir()]
+    assert [name for name in taken if not inspect.ismodule(getattr(fh, name))] == []
 
 
 def test_no_private_name_is_used_across_files() -> None:
@@ -283,8 +325,7 @@ def test_wrong_arrows_are_found() -> None:
     assert set(find_cycle(arrows)) == {"a", "b", "c"}
     assert find_cycle({"a": {"b"}, "b": set()}) == []
     units = {name: name for name in "abcd"}
-    found = upward_arrows({"a": {"b"}, "b": {"c"}}, units, {"a": 0, "b": 0, "c": 1})
-    assert found == ["a -> b", "b -> c"]
+    assert wrong_arrows({"a": {"b"}, "c": {"a", "b"}}, units, "abcd") == ["a -> b"]
 
 
 # --- Rust ----------------------------------------------------------------------------------------
@@ -387,18 +428,19 @@ def test_paths_of_rust_are_found(source: str, arrows: set[str]) -> None:
     assert rust_arrows(files | {"py::user": source})["py::user"] == arrows
 
 
-def test_rust_uses_what_stands_below_and_has_no_circle() -> None:
+def test_a_rust_room_uses_only_those_before_it() -> None:
     arrows = rust_arrows({module: path.read_text() for module, path in rust_files().items()})
-    levels = layers("rust")
+    listed = rooms("rust")
     units = {module: rust_unit(module) for module in arrows}
+    inside = folders(RUST / "py/src", ".rs").keys() - {"."}
     assert find_cycle(arrows) == []
-    assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
-    assert upward_arrows(arrows, units, levels) == []
+    assert sorted(listed) == sorted({*units.values(), *inside}), "rooms and ARCHITECTURE.md"
+    assert wrong_arrows(arrows, units, listed) == []
 
 
 # What Rust asks Python objects for by name, and the names in any file of the package.
 ASKED = re.compile(
-    r'(?:intern!\(\s*[\w.()]+,\s*|\b(?:get|set)attr\(\s*|\bcall_method[01]?\(\s*|"ferrohook\.\w+",\s*)"(\w+)"'
+    r'(?:intern!\(\s*[\w.()]+,\s*|\b(?:get|set)attr\(\s*|\bcall_method[01]?\(\s*|"ferrohook\.[\w.]+",\s*)"(\w+)"'
 )
 NATIVE_NAMES = set(
     re.findall(r'pyo3\(name = "(\w+)"', "".join(p.read_text() for p in RUST.rglob("*.rs")))
@@ -421,8 +463,8 @@ def test_the_page_lists_what_rust_asks_of_python() -> None:
     sources = "".join(COMMENT.sub("", path.read_text()) for path in rust_files().values())
     page = (ROOT / "ARCHITECTURE.md").read_text()
     page = page[page.index("Arrows from Rust to Python") : page.index("## Invariants")]
-    modules = set(re.findall(r'(?<!module = )"(ferrohook\.(?!_)\w+)"', sources))
-    assert modules == set(re.findall(r"^\| `(ferrohook\.\w+)` \|", page, flags=re.MULTILINE))
+    modules = set(re.findall(r'(?<!module = )"(ferrohook\.(?!_)[\w.]+)"', sources))
+    assert modules == set(re.findall(r"^\| `(ferrohook\.[\w.]+)` \|", page, flags=re.MULTILINE))
     asked = {name for name in ASKED.findall(sources) if not name.startswith("__")}
     listed = set(re.findall(r"`(\w+)`", page))
     assert listed - asked == set(), "names that Rust does not ask for"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import pydoc
 from pathlib import Path
 
@@ -29,6 +30,14 @@ print(rlcompleter.Completer({"fh": fh}).complete("fh.capt", 0))
 def test_dir_lists_public_names_without_importing_them() -> None:
     assert_ends_well(run_fresh(LISTS), "True\n")
     assert dir(fh) == sorted(set(fh.__all__))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in fh.__all__ if inspect.ismodule(getattr(fh, name))]
+)
+def test_dir_of_a_public_module_lists_its_public_names(name: str) -> None:
+    module = getattr(fh, name)
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_each_line_of_the_stub_is_a_public_name() -> None:

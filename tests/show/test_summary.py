@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -17,6 +18,16 @@ import ferrohook as fh
 from ferrohook.detectors import CallCounter
 from support.hooks import ignore
 from support.limits import LIMIT
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(2, 3)
 
 
 def shown(model: nn.Module) -> list[str]:

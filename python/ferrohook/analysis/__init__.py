@@ -29,3 +29,7 @@ __all__ = [
     "direct_logit_attribution",
     "logit_lens",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

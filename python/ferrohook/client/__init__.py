@@ -52,3 +52,7 @@ __all__ = [
     "TextStream",
     "UnavailableError",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -31,3 +31,7 @@ __all__ = [
     "NormDetector",
     "ShapeDetector",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Capabilities", "Span", "Step", "capabilities"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 ENGINES = ("transformers", "vllm", "sglang")
 
 

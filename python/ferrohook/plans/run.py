@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Final, cast, overload
 
-from ferrohook._core import (
-    NativeDetector,
-    TypedHook,
-)
 from ferrohook.attach.never_fired import explain
 from ferrohook.captures.capture import capture as _capture
-from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import KeepEntry
+from ferrohook.plans.plan import Plan
+from ferrohook.plans.prepared import Prepared
+from ferrohook.registration.register import register, warnings_of
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect, expect_module
 from ferrohook.util.errors import HookError, NeverFiredWarning
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from ferrohook.captures.cache import ActivationCache
-    from ferrohook.effects.interventions import Intervention
     from ferrohook.names.select import Chosen, Selector
-
-    Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
+    from ferrohook.registration.register import Hook
 
 
 _MEANT: Final = {
@@ -132,7 +126,7 @@ def run(
             if session is not None:
                 acts = session.begin(own)
             output = model(*args, **kwargs)
-            texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
+            texts = warnings_of(groups)
     if session is not None and (silent := session.silent()):
         texts.append(explain(model, silent))
     for text in texts:

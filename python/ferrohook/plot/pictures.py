@@ -1,12 +1,4 @@
-"""Pictures of activations, by matplotlib.
-
-Each function draws into `ax`, or into a new figure, and returns the axes.
-
-Examples:
-    >>> with fh.capture(model, "layers.*") as acts:
-    ...     model(ids)
-    >>> fh.plot.norms(acts, tokens=words).figure.savefig("norms.svg")
-"""
+"""Heat maps, lines and bars of activations, by matplotlib."""
 
 from __future__ import annotations
 
@@ -27,7 +19,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["attention", "difference", "logit_lens", "norms", "patching", "steering"]
 
 Numbers: TypeAlias = "Tensor | Sequence[float]"
 

@@ -1,11 +1,10 @@
-"""`register` and `run`: hooks on modules of a model, by name."""
+"""`register`: a hook on modules of a model, by name."""
 
 from __future__ import annotations
 
 import copyreg
 import inspect
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ferrohook._core import (
@@ -25,7 +24,7 @@ from ferrohook.registration.scopes import Scope, innermost
 from ferrohook.util.errors import HookTypeError, NeverFiredWarning, SelectionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -152,6 +151,11 @@ class HandleGroup(AttachmentContext):
         if disabled:  # the first by its error, if an error disabled any
             state += f", {len(disabled)} {max(disabled, key=len)}"
         return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
+
+
+def warnings_of(groups: Iterable[HandleGroup]) -> list[str]:
+    """Returns a warning for each group with modules that never ran."""
+    return [group._warning_text(silent) for group in groups if (silent := group._silent())]
 
 
 def add_hooks(

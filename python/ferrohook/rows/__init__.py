@@ -12,3 +12,7 @@ from ferrohook.rows.site_tables import Sites as Sites
 from ferrohook.rows.site_tables import sites as sites
 
 __all__ = ["Batch", "Sites", "batch", "generating", "sites"]
+
+
+def __dir__() -> list[str]:
+    return __all__

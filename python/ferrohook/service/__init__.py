@@ -74,3 +74,7 @@ __all__ = [
     "plan_of",
     "request_scope",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

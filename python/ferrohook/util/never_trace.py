@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 _DYNAMO = "torch._dynamo"
-
-
 _CALLBACKS: list[Callable[[], object]] = []
 
 
@@ -42,6 +40,7 @@ def never_trace_frame(function: Callable[..., Any], reason: str) -> None:
 
 
 def after_dynamo_import(callback: Callable[[], object]) -> None:
+    """Calls a function once Dynamo is imported."""
     if _DYNAMO in sys.modules:
         callback()
     else:

@@ -88,12 +88,9 @@ fn is_in_package(code: &Bound<'_, PyAny>) -> PyResult<bool> {
     static FOLDER: Once<String> = Once::new();
     let py = code.py();
     let folder = FOLDER.get_or_try_init(py, || {
-        let errors: String = py
-            .import("ferrohook.util.errors")?
-            .getattr("__file__")?
-            .extract()?;
-        let end = errors.rfind("errors.").unwrap_or(errors.len());
-        Ok(errors[..end].to_owned())
+        let front: String = py.import("ferrohook")?.getattr("__file__")?.extract()?;
+        let end = front.rfind("__init__.").unwrap_or(front.len());
+        Ok(front[..end].to_owned())
     })?;
     let file = file_of(code)?;
     // A name that is no UTF-8 is none of ours.
