@@ -296,7 +296,9 @@ class Oracle:
 
     def _run_nested(self, number: int, step: Step) -> tuple[str, list[Seen]]:
         self.entered = [
-            owner for each in step.rows if not ((owner := self.owners[each]).out or owner.used)
+            owner
+            for each in step.rows
+            if not ((owner := self.owners[each]).out or owner.used or owner.expired)
         ]
         self.step, self.live = step, {}
         seen = self._calls(number, step) if self.entered else []

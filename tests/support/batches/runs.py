@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import re
 import sys
@@ -83,9 +84,10 @@ def interrupted(at: int) -> Iterator[None]:
 
     def profile(frame: Any, event: str, _arg: object) -> None:
         nonlocal left
-        # Nothing is raised out of destructors.
+        # Nothing is raised out of destructors, which close generators too.
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OWN) and code.co_name != "__del__":
+        destroys = code.co_name == "__del__" or code.co_flags & inspect.CO_GENERATOR
+        if event == "call" and code.co_filename.startswith(OWN) and not destroys:
             left -= 1
             if left == 0:
                 sys.setprofile(None)
@@ -115,6 +117,7 @@ class Run:
         """Rows of the members of the batch."""
         self.violations: list[str] = []
         self.closed: set[int] = set()
+        self.expired: set[int] = set()
         self.used: set[Any] = set()
         self.ended: dict[int, list[int]] = {}
         """Captures that an interrupt closed, by step."""
@@ -285,6 +288,7 @@ class Run:
             member.fail(RuntimeError("by others"))
         else:
             member.expire(0.0)
+            self.expired.add(whose)
 
     def _change_hooks(self, event: Event) -> None:
         whose = event.whose
@@ -488,6 +492,7 @@ class Run:
             if not self.members[each].closed
             and not self.members[each].failed
             and self.members[each] not in self.used
+            and not self._refuses_to_enter(each)
         ]
         if not entered:
             return "nobody", []
@@ -499,6 +504,18 @@ class Run:
             seen = self._calls(number, step)
         self.open = []
         return "entered", seen
+
+    def _refuses_to_enter(self, member: int) -> bool:
+        """True for a request with a deadline, which holds in batches only."""
+        if member not in self.expired:
+            return False
+        try:
+            self.members[member].__enter__()
+        except fh.HookError as error:
+            require("deadline" in str(error), f"another refusal: {error}")
+        else:
+            require(False, "a request with a deadline was entered")
+        return True
 
     def _calls(self, number: int, step: Step) -> list[Seen]:  # noqa: C901 (each way to end)
         case = self.case
