@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.engines.model.modules import OBSERVED_ROWS, ModuleTable
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import Heads, look_at
+from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)
@@ -108,8 +108,8 @@ class Model(nn.Module):
         return out
 
 
-def heads_of(module: nn.Module) -> Heads | None:
-    return Heads(HEADS[0], HEADS[0], HEADS[1]) if isinstance(module, Attention) else None
+def heads_of(module: nn.Module) -> HeadSizes | None:
+    return HeadSizes(HEADS[0], HEADS[0], HEADS[1]) if isinstance(module, Attention) else None
 
 
 def looked_at(**options: Any) -> tuple[Model, ModuleTable]:

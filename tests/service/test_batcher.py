@@ -23,7 +23,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from ferrohook.service import Batcher, BatcherClosedError, check_deadline, deadline
-from ferrohook.service.waiting import Limits, Line, Ticket
+from ferrohook.service.waiting import BatchLimits, Line, WaitingRequest
 from support.interpreters import run_with_torch
 from support.limits import LIMIT
 from support.threads import in_threads, run_together, wait
@@ -509,10 +509,12 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
     tokens: int,
     data: st.DataObject,
 ) -> None:
-    limits = Limits(max_requests=requests, max_rows=rows, max_tokens=tokens)
+    limits = BatchLimits(max_requests=requests, max_rows=rows, max_tokens=tokens)
     line: Line[int] = Line(limits)
     tickets = [
-        Ticket(item=n, open_request=None, client=client, rows=rows, length=length, alone=alone)
+        WaitingRequest(
+            item=n, open_request=None, client=client, rows=rows, length=length, alone=alone
+        )
         for n, (client, rows, length, alone) in enumerate(sizes)
     ]
     for ticket in tickets:
@@ -523,7 +525,7 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
         line.remove(ticket.future)
     waiting = [ticket for ticket in tickets if ticket not in left]
     assert len(line) == len(waiting)
-    taken: list[Ticket[int]] = []
+    taken: list[WaitingRequest[int]] = []
     while line:
         was_full = line.full
         batch = line.take()

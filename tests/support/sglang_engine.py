@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.sglang.worker import Worker
+    from ferrohook.engines.sglang.worker import SchedulerWorker
     from support.engines import Job
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
@@ -97,7 +97,7 @@ class Local:
         self.scheduler.run_event_loop()
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> SchedulerWorker:
         """The one of the plug-in."""
         return plugin._workers[self.scheduler]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ferrohook.analysis.calls import Call, score
+from ferrohook.analysis.calls import ModelCall, score
 from ferrohook.analysis.patching import as_effects, dimensions_of
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets
@@ -78,7 +78,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         raise HookTypeError(msg)
     dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
-    call = Call.of(batch)
+    call = ModelCall.of(batch)
 
     def shaped(name: str, tensor: Tensor) -> tuple[torch.Size, Tensor]:
         off = targets.mean(name, tensor) if by == "mean" else torch.zeros_like(tensor)
@@ -88,7 +88,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     shapes = {name: shape for name, (shape, _) in found.items()}
     sources = {name: source for name, (_, source) in found.items()}
     if reference is not None:
-        sources, _ = targets.read(Call.of(reference, "reference"), targets.mean)
+        sources, _ = targets.read(ModelCall.of(reference, "reference"), targets.mean)
     cells = targets.all_cells(shapes, dimensions)
     plain = float(score(metric, output).detach())
     scores = sweep(

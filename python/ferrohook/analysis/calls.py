@@ -1,4 +1,4 @@
-"""`Call`: the inputs of one call of a model, repeated for many variants in one forward."""
+"""`ModelCall`: the inputs of one call of a model, repeated for many variants in one forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Call(NamedTuple):
+class ModelCall(NamedTuple):
     """Arguments of a call of a model, with a row for each text."""
 
     args: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """Size of the first dimension of the first tensor."""
 
     @classmethod
-    def of(cls, inputs: Any, name: str = "batch") -> Call:
+    def of(cls, inputs: Any, name: str = "batch") -> ModelCall:
         """Reads a batch: keyword arguments, a tuple or list of positional ones, or the only one.
 
         Raises:
@@ -49,7 +49,7 @@ class Call(NamedTuple):
             raise HookTypeError(msg)
         return cls(args, kwargs, rows)
 
-    def repeated(self, times: int) -> Call:
+    def repeated(self, times: int) -> ModelCall:
         """Returns the call with all rows repeated, one copy behind the other."""
 
         def repeat(tensor: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class Call(NamedTuple):
         if times == 1:
             return self
         args, kwargs = map_tensors(repeat, (self.args, self.kwargs))
-        return Call(args, kwargs, self.rows * times)
+        return ModelCall(args, kwargs, self.rows * times)
 
-    def batches(self, size: int | None) -> list[Call]:
+    def batches(self, size: int | None) -> list[ModelCall]:
         """Splits the call by its rows into calls of at most `size`; None for one of all rows.
 
         Raises:
@@ -71,14 +71,14 @@ class Call(NamedTuple):
         if size is None:
             return [self]
 
-        def part(start: int, stop: int) -> Call:
+        def part(start: int, stop: int) -> ModelCall:
             def own(tensor: Tensor) -> Tensor:
                 if not tensor.dim() or len(tensor) != self.rows:
                     return tensor  # as position ids that all rows share
                 return tensor[start:stop]
 
             args, kwargs = map_tensors(own, (self.args, self.kwargs))
-            return Call(args, kwargs, stop - start)
+            return ModelCall(args, kwargs, stop - start)
 
         starts = range(0, self.rows, at_least(1, "batch_size", size))
         return [part(start, min(start + size, self.rows)) for start in starts]
@@ -134,7 +134,7 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
             msg = (
                 f"the same input gave {model._get_name()} another output in a larger batch, apart "
                 f"by {distance:.2g} of its norm: its rows depend on each other, or its calls are "
-                "random. Call model.eval(), or pass batch_size=1"
+                "random. ModelCall model.eval(), or pass batch_size=1"
             )
             raise HookError(msg)
 

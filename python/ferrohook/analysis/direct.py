@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.analysis.calls import Call, relative_distance, tolerance
+from ferrohook.analysis.calls import ModelCall, relative_distance, tolerance
 from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
 from ferrohook.analysis.targets import Targets, cloned
@@ -80,7 +80,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         >>> fh.analysis.direct_logit_attribution(model, ids, logit)
     """
     dimensions = dimensions_of(over, tokens=tokens, heads=heads)
-    call = Call.of(batch)
+    call = ModelCall.of(batch)
     projected = None
     if "head" in dimensions:
         projected, targets = _projections(model, what or "@z.*", heads, output_index)
@@ -106,7 +106,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
 def _attributed(
     targets: Targets,
     projected: Targets | None,
-    call: Call,
+    call: ModelCall,
     metric: Callable[[Any], Any],
     norm: tuple[str, str],
 ) -> tuple[list[str], Tensor, Tensor]:
@@ -242,7 +242,7 @@ def _distance(x: Tensor, y: Tensor, gain: Tensor, *, centred: bool) -> float:
 
 
 def _by_head(
-    targets: Targets, inputs: Targets, call: Call, outputs: dict[str, Tensor]
+    targets: Targets, inputs: Targets, call: ModelCall, outputs: dict[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
     """Yields what each head adds to the output of each place.
 

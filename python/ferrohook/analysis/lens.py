@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, tolerance, variants
+from ferrohook.analysis.calls import (
+    ModelCall,
+    check_repeatable,
+    relative_distance,
+    tolerance,
+    variants,
+)
 from ferrohook.analysis.effects import check_tokens
 from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
@@ -115,7 +121,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         >>> lens.plot()
     """
     targets = Targets(model, what, output_index=output_index)
-    call = Call.of(batch)
+    call = ModelCall.of(batch)
     found, output = targets.read(call, cloned)
     states = _checked(found)
     ids, probabilities = [], []
@@ -149,7 +155,7 @@ def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_the_model(
-    targets: Targets, call: Call, states: dict[str, Tensor], output: Any, batch_size: int
+    targets: Targets, call: ModelCall, states: dict[str, Tensor], output: Any, batch_size: int
 ) -> Iterator[Tensor]:
     """Yields the logits that the model makes of each state in place of the last one."""
     *_, last = states
@@ -167,7 +173,7 @@ def _by_the_model(
             yield _logits(own)
 
 
-def _check_last(targets: Targets, call: Call, last: str, state: Tensor, output: Any) -> None:
+def _check_last(targets: Targets, call: ModelCall, last: str, state: Tensor, output: Any) -> None:
     """Validates that the logits of a position depend on the last state of that position alone.
 
     Raises:

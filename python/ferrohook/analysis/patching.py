@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ferrohook.analysis.calls import Call, score
+from ferrohook.analysis.calls import ModelCall, score
 from ferrohook.analysis.effects import Effects, check_labelled
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets, cloned
@@ -81,7 +81,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
     """
     dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
-    source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
+    source, target = ModelCall.of(clean, "clean"), ModelCall.of(corrupted, "corrupted")
     sources, clean_output = targets.read(source, cloned)
     shapes, plain = targets.read(target, lambda _, tensor: tensor.shape)
     _check_shapes(sources, shapes)
@@ -147,7 +147,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     """
     dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
-    source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
+    source, target = ModelCall.of(clean, "clean"), ModelCall.of(corrupted, "corrupted")
     if source.rows != target.rows:
         msg = f"there are {source.rows} clean texts and {target.rows} corrupted ones"
         raise HookTypeError(msg)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.analysis.calls import Call
+    from ferrohook.analysis.calls import ModelCall
     from ferrohook.analysis.targets import Cell, Change, Targets
 
 BATCH_SIZE = 32
@@ -29,7 +29,7 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     cells: Sequence[Cell],
     metric: Callable[[Any], Any],
     *,
-    call: Call,
+    call: ModelCall,
     plain: Any,
     sources: Mapping[str, Tensor],
     batch_size: int,

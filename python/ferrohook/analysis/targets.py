@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.analysis.calls import Call
+    from ferrohook.analysis.calls import ModelCall
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
 
@@ -128,7 +128,7 @@ class Targets:
 
         return on_inputs
 
-    def read(self, call: Call, keep: Callable[[str, Tensor], T]) -> tuple[dict[str, T], Any]:
+    def read(self, call: ModelCall, keep: Callable[[str, Tensor], T]) -> tuple[dict[str, T], Any]:
         """Calls the model; returns what `keep` makes of each target and its tensor, and the output.
 
         Raises:
@@ -142,7 +142,7 @@ class Targets:
             return self._pass(call, kept)
 
     def gradients(
-        self, call: Call, metric: Callable[[Any], Any]
+        self, call: ModelCall, metric: Callable[[Any], Any]
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
         """Calls the model and returns each place with the gradient of the score, and the score.
 
@@ -172,7 +172,7 @@ class Targets:
         return gradients, value.detach()
 
     def _pass(
-        self, call: Call, take: Callable[[str, Tensor], tuple[T, Tensor | None]]
+        self, call: ModelCall, take: Callable[[str, Tensor], tuple[T, Tensor | None]]
     ) -> tuple[dict[str, T], Any]:
         """Calls the model; `take` returns what is found of a place, and what goes on from it.
 

@@ -178,7 +178,7 @@ def _settle(reference: weakref.ref[AttentionPoints], _ended: object = None) -> N
             SEAM.leave(points)
 
 
-class _Seam:
+class _InterfaceReplacement:
     """Replacement of `AttentionInterface.get_interface`, there as long as somebody uses it."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class _Seam:
                 self._ours = self._original = None
 
 
-SEAM: Final = _Seam()
+SEAM: Final = _InterfaceReplacement()
 
 
 def _interface() -> Any:

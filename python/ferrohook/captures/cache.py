@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrohook._core import CacheBase
 from ferrohook.captures import tensor_files
-from ferrohook.captures.captured import Captured, Gradients, not_captured
+from ferrohook.captures.captured import CapturedView, Gradients, not_captured
 from ferrohook.names.select import select_names
 from ferrohook.util.arguments import expect
 from ferrohook.util.errors import SelectionError
@@ -152,7 +152,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     def _peek(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
-        return source.peek(name) if isinstance(source, Captured | Gradients) else source[name]
+        return source.peek(name) if isinstance(source, CapturedView | Gradients) else source[name]
 
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
         """Stacks the tensors of several modules along a new first dimension.
@@ -236,7 +236,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         for name in self if pattern is None else self._matching(pattern, "rows"):
             value = self._peek(name) if stale else self[name]
             source = self._activations
-            counts = source.counts_of(name) if isinstance(source, Captured) else (1, 0)
+            counts = source.counts_of(name) if isinstance(source, CapturedView) else (1, 0)
             yield from rows_of(name, value, per_call=self._per_call, counts=counts)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -275,8 +275,8 @@ def cache_of(
     pairs = [*recorded]
     grads = [each.part(at, grads=True) for each, at in pairs if each.options.collector["grads"]]
     return ActivationCache(
-        Captured([each.part(at) for each, at in pairs], reason),
-        Captured(grads) if grads else None,
+        CapturedView([each.part(at) for each, at in pairs], reason),
+        CapturedView(grads) if grads else None,
         model="" if model is None else model._get_name(),
         per_call=bool(pairs) and not any(each.options.only_last for each, _ in pairs),
     )

@@ -110,7 +110,7 @@ class Gradients(Mapping[str, Any]):
             msg = f"no gradients of {name!r} were captured: capture it with grads=True"
             raise SelectionError(msg)
         values = self._values
-        return values.peek(name) if isinstance(values, Captured) else values[name]
+        return values.peek(name) if isinstance(values, CapturedView) else values[name]
 
     def __getitem__(self, name: str) -> Any:
         gradient = self.peek(name)
@@ -120,7 +120,7 @@ class Gradients(Mapping[str, Any]):
 
     def _reason(self, name: str) -> str:
         text = f"no gradient has reached {name!r}"
-        if isinstance(self._values, Captured) and not self._values.awaits_gradients(name):
+        if isinstance(self._values, CapturedView) and not self._values.awaits_gradients(name):
             return (
                 f"{text}: autograd did not record it, as gradients were off (torch.no_grad), "
                 "nothing that it was computed from requires them, or a checkpoint records it later"
@@ -148,7 +148,7 @@ class _Copied(dict[int, list[Any]]):
         return self.get(place, [])
 
 
-class Part(NamedTuple):
+class CapturedPart(NamedTuple):
     """Values of one capture."""
 
     places: dict[str, int]
@@ -172,14 +172,14 @@ class Part(NamedTuple):
         factor = self.multipliers[place]
         return [map_tensors(lambda tensor: tensor * factor, value) for value in values]
 
-    def copy(self) -> Part:
+    def copy(self) -> CapturedPart:
         """Makes a copy that owns its values."""
         places = self.values.ran()
         values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
         return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
-class Captured(CapturedBase, Mapping[str, Any]):
+class CapturedView(CapturedBase, Mapping[str, Any]):
     """View of captured values by name, of one capture or several with different names.
 
     A tensor that is stored as it is, is read in Rust; `_read` reads all others.
@@ -187,7 +187,7 @@ class Captured(CapturedBase, Mapping[str, Any]):
 
     __slots__ = ("_parts", "_reason")
 
-    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+    def __new__(cls, parts: list[CapturedPart], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
         last = [
             (part.places, part.values.collector)
             for part in parts
@@ -195,7 +195,7 @@ class Captured(CapturedBase, Mapping[str, Any]):
         ]
         return super().__new__(cls, last)
 
-    def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
+    def __init__(self, parts: list[CapturedPart], reason: Callable[[], str] = str) -> None:
         self._parts = parts
         self._reason = reason
         """Returns why modules may not have run, for errors."""

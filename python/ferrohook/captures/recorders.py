@@ -11,7 +11,7 @@ import torch
 from ferrohook._core import Collector, HookHandle, RootCalls, record_all
 from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
-from ferrohook.captures.captured import Part, Recorded, RecordedGradients, RecordedSteps
+from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.captures.convert import check_index, converter
 from ferrohook.util.arguments import at_least, check_copy, check_output_index, expect
 from ferrohook.util.errors import HookTypeError
@@ -189,13 +189,13 @@ class Recorders(NamedTuple):
             raise HookTypeError(msg)
         return cls(indices_of, options, collector, in_order, factors, heads)
 
-    def part(self, collector: Collector, *, grads: bool = False) -> Part:
+    def part(self, collector: Collector, *, grads: bool = False) -> CapturedPart:
         """Returns the values in a collector, or their gradients."""
         only_last = self.options.only_last
         recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
         values = recorded(collector, self.options.copies)
         factors = {index: 1 / it if grads else it for index, it in self.multipliers.items()}
-        return Part(self.places, values, only_last, factors, self.heads)
+        return CapturedPart(self.places, values, only_last, factors, self.heads)
 
 
 def _alike(

@@ -153,7 +153,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             raise ResumeError(msg)
         texts = (text for it in sources for text in it.contents())
         made_of = manifest(model, texts, forward, options)
-        stored = _Stored.of(store, run, made_of, progress=progress)
+        stored = _RunContents.of(store, run, made_of, progress=progress)
         if stored.unverified:
             warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=2)
         # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
@@ -218,7 +218,7 @@ class _Rows(NamedTuple):
         return cls(kept, numbered.rows(ids, kept, padding), ids.shape)
 
 
-class _Stored(NamedTuple):
+class _RunContents(NamedTuple):
     """Contents of a run before a call."""
 
     run: str
@@ -229,7 +229,9 @@ class _Stored(NamedTuple):
     fingerprints: Mapping[int, str]
 
     @classmethod
-    def of(cls, store: Store, run: str, made_of: Mapping[str, Any], *, progress: bool) -> _Stored:
+    def of(
+        cls, store: Store, run: str, made_of: Mapping[str, Any], *, progress: bool
+    ) -> _RunContents:
         """Reads the record of a run.
 
         Raises:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.model.modules import Capture, ModuleTable
+    from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
     from ferrohook.engines.planned import PlannedRequests, Result
     from ferrohook.plans import Plan, Prepared
 
@@ -40,7 +40,7 @@ class Admitted:
     """Of its plan and vectors."""
     prepared: Prepared
     """Its plan, rewritten."""
-    captures: list[Capture]
+    captures: list[CaptureEntry]
     """Those of the plan."""
     end: int = 0
     """Position behind its last row."""
@@ -60,7 +60,7 @@ class Admitted:
         return any(isinstance(entry, HookEntry) for entry in self.prepared.entries)
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A loaded model whose requests may have plans."""
 
     modules: ModuleTable
@@ -78,11 +78,11 @@ class EngineWorker:
     def __init__(self) -> None:
         self.refusal = "the model is not loaded"
         """Reason why no plan is served, while `served` is None."""
-        self.served: Served | None = None
+        self.served: ServedModel | None = None
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
         self._admitted: dict[str, Admitted] = {}
-        self._captures: weakref.WeakKeyDictionary[Prepared, list[Capture]] = (
+        self._captures: weakref.WeakKeyDictionary[Prepared, list[CaptureEntry]] = (
             weakref.WeakKeyDictionary()
         )
         self._spans: list[Span] = []
@@ -93,7 +93,7 @@ class EngineWorker:
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the engine."""
 
-    def loaded_model(self) -> Served:
+    def loaded_model(self) -> ServedModel:
         """Returns the model.
 
         Raises:

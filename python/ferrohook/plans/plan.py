@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
-from ferrohook.plans.reading import Limits, read
+from ferrohook.plans.reading import JsonLimits, read
 from ferrohook.plans.writing import written
 from ferrohook.util.arguments import at_least, expect, expect_module
 
@@ -115,10 +115,10 @@ class Plan:
         tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         *,
         regex: bool = False,
-        max_text: int = Limits().max_text,
-        max_entries: int = Limits().max_entries,
-        max_selectors: int = Limits().max_selectors,
-        max_bytes: int = Limits().max_bytes,
+        max_text: int = JsonLimits().max_text,
+        max_entries: int = JsonLimits().max_entries,
+        max_selectors: int = JsonLimits().max_selectors,
+        max_bytes: int = JsonLimits().max_bytes,
     ) -> Plan:
         """Reads a plan from JSON, of an author who need not be trusted: no code of it runs.
 
@@ -138,5 +138,5 @@ class Plan:
             HookTypeError: `text` or a tensor in `tensors` has the wrong type.
             OSError: the file of tensors cannot be read.
         """
-        limits = Limits(regex, max_text, max_entries, max_selectors, max_bytes)
+        limits = JsonLimits(regex, max_text, max_entries, max_selectors, max_bytes)
         return cls(*read(text, tensors, limits))

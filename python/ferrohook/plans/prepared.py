@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.names.places import HookGroup, Place
     from ferrohook.plans.positions import Tokens
-    from ferrohook.plans.sequences import Stack
+    from ferrohook.plans.sequences import TokenStack
 
 
 _LONGEST: Final = 2**63 - 1
@@ -155,7 +155,9 @@ class Prepared:
             raise HookError(msg)
         return _find(model, number, self.entries[number])
 
-    def _stacks(self, model: nn.Module, found: list[dict[str, Place]]) -> dict[str, Stack | None]:
+    def _stacks(
+        self, model: nn.Module, found: list[dict[str, Place]]
+    ) -> dict[str, TokenStack | None]:
         """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
         places = [
             (number, place)
@@ -163,7 +165,7 @@ class Prepared:
             if entry.at is not None
             for place in each.values()
         ]
-        stacks: dict[str, Stack | None] = {}
+        stacks: dict[str, TokenStack | None] = {}
         if places and self._positioned:
             stacks[""] = None
             return stacks
@@ -326,7 +328,7 @@ def _lengths_of(prompt: Any) -> list[int]:
 
 
 def _find_positions(
-    stack: Stack | None,
+    stack: TokenStack | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

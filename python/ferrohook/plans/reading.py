@@ -43,7 +43,7 @@ _DIGITS: Final = 19
 _INT64: Final = 2**63
 
 
-class Limits(NamedTuple):
+class JsonLimits(NamedTuple):
     """Limits of a text; see `Plan.from_json`."""
 
     regex: bool = False
@@ -70,7 +70,7 @@ class _Object(dict[str, Any]):
 def read(
     text: str | bytes | Mapping[str, Any],
     tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
-    limits: Limits,
+    limits: JsonLimits,
 ) -> list[HookEntry | KeepEntry]:
     """Reads entries from JSON; see `Plan.from_json`."""
     found = text if isinstance(text, Mapping) else _parsed(text, limits)
@@ -89,7 +89,7 @@ def read(
         return [reader.entry(each, f"entries[{place}]") for place, each in enumerate(entries)]
 
 
-def _parsed(text: str | bytes, limits: Limits) -> Any:
+def _parsed(text: str | bytes, limits: JsonLimits) -> Any:
     expect(text, str | bytes, "from_json takes a str, bytes or the dict that json.loads returned")
     if len(text) > limits.max_text:
         msg = f"the plan has {len(text):,} characters, more than max_text={limits.max_text:,}"
@@ -108,7 +108,7 @@ def _parsed(text: str | bytes, limits: Limits) -> Any:
     raise ValueError(msg) from None
 
 
-class _Stored(NamedTuple):
+class _TensorSource(NamedTuple):
     """A tensor that was uploaded or lies in a file."""
 
     dtype: str
@@ -119,18 +119,18 @@ class _Stored(NamedTuple):
 @contextlib.contextmanager
 def _tensors(
     tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
-) -> Iterator[Callable[[str], _Stored | None]]:
+) -> Iterator[Callable[[str], _TensorSource | None]]:
     """Opens named tensors; yields their look-up by name."""
     if tensors is None or isinstance(tensors, Mapping):
         given = tensors or {}
 
-        def uploaded(name: str) -> _Stored | None:
+        def uploaded(name: str) -> _TensorSource | None:
             tensor = given.get(name)
             if tensor is None:
                 return None
             expect(tensor, Tensor, f"tensors[{name!r}] is a tensor")
             dtype = str(tensor.dtype).removeprefix("torch.")
-            return _Stored(dtype, list(tensor.shape), tensor.detach)
+            return _TensorSource(dtype, list(tensor.shape), tensor.detach)
 
         yield uploaded
         return
@@ -148,12 +148,12 @@ def _tensors(
     with opened as file:
         names = {*file.keys()}
 
-        def stored(name: str) -> _Stored | None:
+        def stored(name: str) -> _TensorSource | None:
             if name not in names:
                 return None
             header = file.get_slice(name)
             dtype = str(header.get_dtype())
-            return _Stored(
+            return _TensorSource(
                 _STORED.get(dtype, dtype), header.get_shape(), lambda: file.get_tensor(name)
             )
 
@@ -163,7 +163,7 @@ def _tensors(
 class _Reader:
     """Reads the entries of one text."""
 
-    def __init__(self, limits: Limits, lookup: Callable[[str], _Stored | None]) -> None:
+    def __init__(self, limits: JsonLimits, lookup: Callable[[str], _TensorSource | None]) -> None:
         self._limits = limits
         self._lookup = lookup
         self._bytes = 0

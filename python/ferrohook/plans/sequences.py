@@ -49,7 +49,7 @@ _NUMBERS: Final = itertools.count(1)
 """Of sequences: 0 is that of the one of a member of batches."""
 
 
-class Stack(NamedTuple):
+class TokenStack(NamedTuple):
     """Module that takes tokens."""
 
     name: str
@@ -89,7 +89,7 @@ def no_tokens(name: str, prefix: str = "") -> HookError:
     )
 
 
-def stacks_of(model: nn.Module, path: str) -> dict[str, Stack]:
+def stacks_of(model: nn.Module, path: str) -> dict[str, TokenStack]:
     """Returns the modules, by path, whose calls tell the positions of what runs in a module.
 
     That is the nearest one around it that takes tokens, and those around that one that give it
@@ -99,7 +99,7 @@ def stacks_of(model: nn.Module, path: str) -> dict[str, Stack]:
         HookError: the nearest model around it takes something else, such as images.
     """
     around = [*_around(model, path)]
-    found: dict[str, Stack] = {}
+    found: dict[str, TokenStack] = {}
     for place in reversed(range(len(around))):
         name, module = around[place]
         # A part that takes embeddings alone may be one of images.
@@ -120,16 +120,18 @@ def stacks_of(model: nn.Module, path: str) -> dict[str, Stack]:
             break  # it has tokens of two kinds
         outer = [_encoder_of(each) for _, each in around[:place]]
         encoder = any(each is it for _, each in around[: place + 1] for it in outer)
-        found[name] = Stack(type(module).__name__, parameters, prefix, inner=True, encoder=encoder)
+        found[name] = TokenStack(
+            type(module).__name__, parameters, prefix, inner=True, encoder=encoder
+        )
     if found:
         outermost = [*found][-1]
         found[outermost] = found[outermost]._replace(inner=False)
     return found
 
 
-def stacks_in(model: nn.Module) -> dict[str, Stack]:
+def stacks_in(model: nn.Module) -> dict[str, TokenStack]:
     """Returns all modules of a model, by path, that take tokens of one kind."""
-    found: dict[str, Stack] = {}
+    found: dict[str, TokenStack] = {}
     for path, module in model.named_modules():
         if (_takes_tokens(module) and not _has_decoder(module)) or not path:
             found |= {at: it for at, it in stacks_of(model, path).items() if not it.prefix}
@@ -219,7 +221,7 @@ class _Sequence(NamedTuple):
     """See `Tokens`."""
 
 
-class _Generation(NamedTuple):
+class _GenerateCall(NamedTuple):
     """Input of a running call of `generate`."""
 
     columns: int
@@ -237,7 +239,7 @@ class _Generation(NamedTuple):
     has_run: bool = False
     """True if this is not its first call of the model."""
 
-    def columns_until(self, end: int, call: _Call) -> Tensor:
+    def columns_until(self, end: int, call: _StackCall) -> Tensor:
         """Returns which of the first columns are no padding.
 
         Raises:
@@ -283,14 +285,14 @@ class Sequences:
             known[address] = (weakref.ref(key, lambda _: known.pop(address, None)), value)
 
     def find(
-        self, stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, stack: TokenStack, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Tokens:
         """Finds the tokens of a call.
 
         Raises:
             HookError: their positions are not known.
         """
-        call = _Call(stack, stack.arguments(args, kwargs))
+        call = _StackCall(stack, stack.arguments(args, kwargs))
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
         if before is not None and len(before.ends) != call.batch:
             before = None  # rows were chosen or repeated
@@ -343,13 +345,15 @@ class Sequences:
         if tokens.after is not None and (cache := _cache_in(output)) is not None:
             self._put(cache, tokens.after)
 
-    def _generation(self, module: nn.Module, call: _Call, past: int | None) -> _Generation | None:
+    def _generation(
+        self, module: nn.Module, call: _StackCall, past: int | None
+    ) -> _GenerateCall | None:
         """Returns the input of the call of `generate` that a call is in; None outside of any."""
         local = self._generate_of(module)
         if local is None:
             return None
         config = local.get("generation_config")
-        known: _Generation | None = self._get(config)
+        known: _GenerateCall | None = self._get(config)
         if known is None:
             known = _read(local, call, past)
             if known.drafts and self._accept is not None:
@@ -357,7 +361,7 @@ class Sequences:
             self._put(config, known._replace(has_run=True))
         return known
 
-    def _lengths(self, call: _Call, found: Tensor | None) -> Tensor | None:
+    def _lengths(self, call: _StackCall, found: Tensor | None) -> Tensor | None:
         """Returns the lengths of the prompts of a call; None if nobody tells them."""
         if not self.prompt:
             return found if found is not None and len(found) == call.batch else None
@@ -390,10 +394,10 @@ class Sequences:
         return local
 
 
-class _Call:
+class _StackCall:
     """Arguments of a call of a stack."""
 
-    def __init__(self, stack: Stack, arguments: dict[str, Any]) -> None:
+    def __init__(self, stack: TokenStack, arguments: dict[str, Any]) -> None:
         self._name = stack.name
         self._arguments = arguments
         tokens = stack.tokens(arguments)
@@ -429,7 +433,7 @@ class _Call:
         return bool((self._places.diff() == 1).all())
 
     def positions(
-        self, past: int | None, generation: _Generation | None, before: _Sequence | None
+        self, past: int | None, generation: _GenerateCall | None, before: _Sequence | None
     ) -> Tensor:
         """Returns the position of each token, `PADDING` for padding: (batch, length).
 
@@ -470,7 +474,7 @@ class _Call:
 
 
 def _number_of(
-    call: _Call, past: int | None, before: _Sequence | None, generation: _Generation | None
+    call: _StackCall, past: int | None, before: _Sequence | None, generation: _GenerateCall | None
 ) -> int:
     """Returns the number of the sequences that a call goes on with, or that of new ones."""
     if generation is not None and generation.beams:
@@ -525,7 +529,7 @@ def _contains(local: Mapping[str, Any], module: nn.Module) -> bool:
     return isinstance(model, nn.Module) and any(each is module for each in model.modules())
 
 
-def _read(local: Mapping[str, Any], call: _Call, past: int | None) -> _Generation:
+def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _GenerateCall:
     """Reads the input of a call of `generate`, as its first call of the model begins.
 
     Raises:
@@ -562,11 +566,11 @@ def _read(local: Mapping[str, Any], call: _Call, past: int | None) -> _Generatio
     if (local.get("generation_mode_kwargs") or {}).get("assistant_tokenizer") is not None:
         lengths = None  # the drafts are of other tokens
     beams, number = (getattr(config, "num_beams", None) or 1) > 1, next(_NUMBERS)
-    return _Generation(columns, mask, lengths, bool(config.use_cache), drafts, beams, number)
+    return _GenerateCall(columns, mask, lengths, bool(config.use_cache), drafts, beams, number)
 
 
 def _watch(
-    local: Mapping[str, Any], generation: _Generation, accept: Callable[[int], None]
+    local: Mapping[str, Any], generation: _GenerateCall, accept: Callable[[int], None]
 ) -> None:
     """Has the criteria by which a call of `generate` stops tell what it accepted, step by step.
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.plans.positions import Tokens
-    from ferrohook.plans.sequences import Stack
+    from ferrohook.plans.sequences import TokenStack
 
 
-class _Generation(Batch):
+class _GenerationBatch(Batch):
     """Forwards of a generation: a row for each prompt."""
 
     _model: nn.Module
@@ -44,7 +44,7 @@ class _Generation(Batch):
         parts = {path: self._model.get_submodule(path) for path in stacks}
         attach(parts, attachment)
         # Not methods, which the model would keep the batch by.
-        itself: weakref.ref[_Generation] = weakref.ref(self)
+        itself: weakref.ref[_GenerationBatch] = weakref.ref(self)
         for path, stack in stacks.items():
             find = functools.partial(_find, itself, stack)
             first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self}
@@ -53,7 +53,7 @@ class _Generation(Batch):
             attachment.register([parts[path]], "forward", end, always_call=True, scope=self)
 
     def find(
-        self, stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stack: TokenStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Sets the positions of a call."""
         around = next((each for each in reversed(self._running) if each is not None), None)
@@ -93,8 +93,8 @@ class _Generation(Batch):
 
 
 def _find(
-    shared: weakref.ref[_Generation],
-    stack: Stack,
+    shared: weakref.ref[_GenerationBatch],
+    stack: TokenStack,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -103,12 +103,14 @@ def _find(
         generation.find(stack, module, args, kwargs)
 
 
-def _end(shared: weakref.ref[_Generation], _module: nn.Module, _args: Any, output: Any) -> None:
+def _end(
+    shared: weakref.ref[_GenerationBatch], _module: nn.Module, _args: Any, output: Any
+) -> None:
     if (generation := shared()) is not None:
         generation.end(output)
 
 
-def _accept(shared: weakref.ref[_Generation], tokens: int) -> None:
+def _accept(shared: weakref.ref[_GenerationBatch], tokens: int) -> None:
     if (generation := shared()) is not None:
         generation.accept(tokens)
 
@@ -147,7 +149,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
             msg = f"{request!r} is for the prompts {other} and {row}: open a request for each"
             raise RowsError(msg)
     models = models_of(places)
-    made = _Generation(dict(places), 0, len(requests) or None, [])
+    made = _GenerationBatch(dict(places), 0, len(requests) or None, [])
     (model,) = models
     if not stacks_in(model):
         msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"

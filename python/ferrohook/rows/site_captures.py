@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.rows.site_rows import Wanted
 
 
-class Served(NamedTuple):
+class OpenMembers(NamedTuple):
     """The members of a batch that did not end."""
 
     batch: BatchBase
@@ -43,7 +43,7 @@ class _Failure(NamedTuple):
 class Taken(NamedTuple):
     """Rows of some calls of a batch, taken out of the table."""
 
-    members: Served
+    members: OpenMembers
     wanted: list[Wanted]
     rows: list[Tensor]
     """Those that each of them keeps: (sites, rows, width)."""
@@ -121,7 +121,7 @@ class SiteCaptures:
                     self._failed.add(wanted.request)
         return failures
 
-    def _misfits(self, members: Served, site: int, got: str) -> list[_Failure]:
+    def _misfits(self, members: OpenMembers, site: int, got: str) -> list[_Failure]:
         batch = members.batch
         msg = (
             f"the {batch.size} rows of the batch are found in dimension {self._dim} of no tensor "
@@ -133,7 +133,7 @@ class SiteCaptures:
             if site in sites
         ]
 
-    def fail_at(self, members: Served, site: int, got: str) -> None:
+    def fail_at(self, members: OpenMembers, site: int, got: str) -> None:
         """Fails the members with hooks at a site which has other rows than the batch."""
         self._fail(self._misfits(members, site, got))
 

@@ -19,7 +19,7 @@ from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
-from ferrohook.rows.site_captures import Served, SiteCaptures, Taken
+from ferrohook.rows.site_captures import OpenMembers, SiteCaptures, Taken
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
 from ferrohook.util.arguments import (
     OutputIndex,
@@ -482,9 +482,11 @@ class Sites(SitesBase):
             parts = [*kept.split([len(each.rows) for each in wanted], 1)]
         self._captures.add(Taken(members, wanted, parts, counts, complete))
 
-    def _members(self, batch: BatchBase) -> Served:
+    def _members(self, batch: BatchBase) -> OpenMembers:
         """Returns the members of a batch that did not end."""
-        return Served(batch, {each: self._served[each].program.sites for each in batch._live()})
+        return OpenMembers(
+            batch, {each: self._served[each].program.sites for each in batch._live()}
+        )
 
     def _mark_ran(self, batch: BatchBase) -> None:
         """Marks the members whose sites ran; all on a GPU, which is not asked."""

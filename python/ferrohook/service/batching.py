@@ -25,7 +25,7 @@ from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, limited
 from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
 from ferrohook.service.spans import annotate
-from ferrohook.service.waiting import Limits, Line, Ticket
+from ferrohook.service.waiting import BatchLimits, Line, WaitingRequest
 from ferrohook.util.arguments import at_least, expect, expect_callable
 from ferrohook.util.errors import CaptureBudgetError, HookError, RowsError
 
@@ -121,7 +121,7 @@ class Batcher(Generic[In, Out]):
         self._dim = dim
         self._max_wait = max_wait
         self._line: Line[In] = Line(
-            Limits(
+            BatchLimits(
                 max_requests=at_least(1, "max_requests", max_requests),
                 max_rows=at_least(1, "max_rows", max_rows),
                 max_tokens=at_least(1, "max_tokens", max_tokens),
@@ -167,7 +167,7 @@ class Batcher(Generic[In, Out]):
         """
         if open_request is not None:
             expect_callable(open_request, "open_request is callable")
-        ticket = Ticket(
+        ticket = WaitingRequest(
             item=item,
             open_request=open_request,
             rows=at_least(1, "rows", rows),
@@ -270,7 +270,7 @@ class Batcher(Generic[In, Out]):
                 self._gathering |= working
                 self._working -= not working
 
-    def _gather(self) -> list[Ticket[In]]:
+    def _gather(self) -> list[WaitingRequest[In]]:
         """Waits for a batch, and takes it."""
         with self._changed:
             while self._line and not self._line.full and not self._closed:
@@ -286,7 +286,7 @@ class Batcher(Generic[In, Out]):
 
     # --- Forwards ---
 
-    def _compute(self, tickets: list[Ticket[In]]) -> None:
+    def _compute(self, tickets: list[WaitingRequest[In]]) -> None:
         tickets = [ticket for ticket in tickets if not self._is_late(ticket)]
         try:
             for ticket in self._together(tickets) if len(tickets) > 1 else tickets:
@@ -297,9 +297,9 @@ class Batcher(Generic[In, Out]):
                 if not ticket.future.done():
                     ticket.future.set_exception(error)
 
-    def _together(self, tickets: list[Ticket[In]]) -> list[Ticket[In]]:
+    def _together(self, tickets: list[WaitingRequest[In]]) -> list[WaitingRequest[In]]:
         """Computes tickets in one forward; returns those that need one of their own."""
-        members: dict[Ticket[In], Request | None] = {}
+        members: dict[WaitingRequest[In], Request | None] = {}
         for ticket in tickets:
             with contextlib.suppress(Exception):  # which it gets in a forward of its own
                 request = ticket.open()
@@ -324,7 +324,9 @@ class Batcher(Generic[In, Out]):
         return alone
 
     def _share(
-        self, members: dict[Ticket[In], Request | None], rows: dict[Ticket[In], slice]
+        self,
+        members: dict[WaitingRequest[In], Request | None],
+        rows: dict[WaitingRequest[In], slice],
     ) -> Any:
         """Runs a forward under the latest deadline, with the hooks of each on its own rows."""
         owned = {
@@ -348,7 +350,7 @@ class Batcher(Generic[In, Out]):
             self._sizes[len(members)] += 1
         return output
 
-    def _separately(self, ticket: Ticket[In]) -> None:
+    def _separately(self, ticket: WaitingRequest[In]) -> None:
         """Computes one ticket in the context that submitted it."""
         request = output = error = None
         try:
@@ -361,7 +363,7 @@ class Batcher(Generic[In, Out]):
             error = raised
         self._finish(ticket, request, 1, output, slice(0, ticket.rows), error)
 
-    def _forward(self, tickets: Sequence[Ticket[In]]) -> Any:
+    def _forward(self, tickets: Sequence[WaitingRequest[In]]) -> Any:
         with torch.no_grad():
             arguments = self._collate([ticket.item for ticket in tickets])
             check_rows(arguments, self._dim, sum(ticket.rows for ticket in tickets))
@@ -369,7 +371,7 @@ class Batcher(Generic[In, Out]):
                 return self._model(**arguments)
             return self._model(*arguments if isinstance(arguments, tuple) else (arguments,))
 
-    def _is_late(self, ticket: Ticket[In]) -> bool:
+    def _is_late(self, ticket: WaitingRequest[In]) -> bool:
         """Refuses a ticket whose deadline has passed."""
         late = monotonic() > ticket.deadline
         if late:
@@ -378,7 +380,7 @@ class Batcher(Generic[In, Out]):
 
     def _finish(  # noqa: PLR0913, PLR0917 (the outcome of a forward)
         self,
-        ticket: Ticket[In],
+        ticket: WaitingRequest[In],
         request: Request | None,
         shared: int,
         output: Any,
@@ -401,7 +403,7 @@ class Batcher(Generic[In, Out]):
             ticket.future.set_exception(error)
 
     def _count(
-        self, ticket: Ticket[In], request: Request | None, shared: int, *, failed: bool
+        self, ticket: WaitingRequest[In], request: Request | None, shared: int, *, failed: bool
     ) -> None:
         seen = 0 if request is None else ticket.rows
         counts = {

@@ -15,7 +15,7 @@ from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
-    from ferrohook.service.waiting import Ticket
+    from ferrohook.service.waiting import WaitingRequest
 
 In = TypeVar("In")
 
@@ -23,7 +23,7 @@ JUDGE: Final = Judge(NEEDS - {"gradients", "python", "stop"}, {})
 """Of forwards that requests share: others are served alone."""
 
 
-def consecutive(tickets: Iterable[Ticket[In]]) -> dict[Ticket[In], slice]:
+def consecutive(tickets: Iterable[WaitingRequest[In]]) -> dict[WaitingRequest[In], slice]:
     """Returns the rows of each ticket in a batch."""
     ends = accumulate(ticket.rows for ticket in tickets)
     return {

@@ -1,4 +1,4 @@
-"""`Ticket` and `Line`: requests that wait for a forward, and which of them share the next one."""
+"""`WaitingRequest` and `Line`: requests that wait for a forward, and their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ In = TypeVar("In")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class BatchLimits:
     """Limits of one forward, see `Batcher`."""
 
     max_requests: int
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Ticket(Generic[In]):
+class WaitingRequest(Generic[In]):
     """A request that waits, with the context of the call that submitted it."""
 
     item: In
@@ -69,9 +69,9 @@ class Line(Generic[In]):
     the next. Used under a lock.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
-        self._clients: OrderedDict[Hashable, deque[Ticket[In]]] = OrderedDict()
+        self._clients: OrderedDict[Hashable, deque[WaitingRequest[In]]] = OrderedDict()
         self._rows = 0
         self._requests = 0
         # Of those that came since the line was empty.
@@ -81,7 +81,7 @@ class Line(Generic[In]):
     def __len__(self) -> int:
         return self._requests
 
-    def append(self, ticket: Ticket[In]) -> None:
+    def append(self, ticket: WaitingRequest[In]) -> None:
         """Adds a ticket behind those of its client."""
         if not self._requests:
             self._length, self._alone = 1, False
@@ -100,7 +100,7 @@ class Line(Generic[In]):
                     self._forget(ticket)
                     return
 
-    def _forget(self, ticket: Ticket[In]) -> None:
+    def _forget(self, ticket: WaitingRequest[In]) -> None:
         self._requests -= 1
         self._rows -= ticket.rows
         if not self._clients[ticket.client]:
@@ -118,9 +118,9 @@ class Line(Generic[In]):
         """Moment at which the ticket that waits longest came."""
         return min(tickets[0].arrival for tickets in self._clients.values())
 
-    def take(self) -> list[Ticket[In]]:
+    def take(self) -> list[WaitingRequest[In]]:
         """Removes the tickets of the next batch: at least one, if any waits."""
-        taken: list[Ticket[In]] = []
+        taken: list[WaitingRequest[In]] = []
         rows, length = 0, 1
         while self._clients:
             client, tickets = next(iter(self._clients.items()))
@@ -136,7 +136,7 @@ class Line(Generic[In]):
                 break
         return taken
 
-    def clear(self) -> list[Ticket[In]]:
+    def clear(self) -> list[WaitingRequest[In]]:
         """Removes all tickets."""
         left = [ticket for tickets in self._clients.values() for ticket in tickets]
         self._clients.clear()

@@ -57,7 +57,7 @@ class ModuleTime(NamedTuple):
     """Seconds in the module."""
 
 
-class _Call:
+class _TimedCall:
     """A call of a module that runs, or has run."""
 
     __slots__ = ("device", "end", "inside", "name", "start")
@@ -65,7 +65,7 @@ class _Call:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
-        self.inside: list[_Call] = []
+        self.inside: list[_TimedCall] = []
         """Calls of profiled modules inside, on the same device."""
         self.end: Any = None
         self.start = _now(device)
@@ -99,7 +99,7 @@ def _clock(module: nn.Module) -> torch.device | None:
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_TimedCall] = []
 
 
 class Times:
@@ -113,14 +113,14 @@ class Times:
         self._kinds = {name: module._get_name() for name, module in modules.items()}
         self._stack = _Stack()
         self._lock = threading.Lock()
-        self._ended: deque[_Call] = deque()
+        self._ended: deque[_TimedCall] = deque()
         self._counted: dict[tuple[str, torch.device], tuple[int, float, float]] = {}
 
     def _begin(self, name: str, device: torch.device | None) -> None:
         calls = self._stack.calls
         if device is None:
             device = calls[-1].device if calls else _CPU
-        calls.append(_Call(name, device))
+        calls.append(_TimedCall(name, device))
 
     def _end(self, name: str) -> None:
         """Ends a call, and those inside it that a module which raised did not."""

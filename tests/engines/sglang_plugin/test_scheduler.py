@@ -16,7 +16,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
 from ferrohook.engines.sglang.options import SglangOptions
-from ferrohook.engines.sglang.worker import Worker
+from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import FIELD
 from support import engine_scenes as scenes
 from support.engine_scenes import (
@@ -398,7 +398,7 @@ def test_python_functions_do_not_travel() -> None:
 @pytest.mark.parametrize("plan", [{"entries": ["x" * 200]}, "x" * 200], ids=["objects", "text"])
 def test_a_plan_that_is_too_long_is_refused_before_it_is_read(plan: Any) -> None:
     """All others wait while the scheduler reads it."""
-    worker: Any = object.__new__(Worker)
+    worker: Any = object.__new__(SchedulerWorker)
     worker.served, worker._options = object(), SglangOptions(plan_bytes=100)
     req = types.SimpleNamespace(beam_group=None, session=None, input_embeds=None)
     with pytest.raises(ValueError, match="more than plan_bytes=100"):

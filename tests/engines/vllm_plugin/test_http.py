@@ -24,9 +24,9 @@ from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async
-from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
-from ferrohook.engines.worker import Served
+from ferrohook.engines.worker import ServedModel
 from support.vllm_server import frames_of
 from support.vllm_shapes import config
 
@@ -43,9 +43,9 @@ class Engine:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
         runner = types.SimpleNamespace(get_model=lambda: self.model)
-        self.worker = Worker(runner, config())
+        self.worker = RunnerWorker(runner, config())
         table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "0")}
-        self.worker.served = Served(ModuleTable(table, {}), PlannedRequests(self.model))
+        self.worker.served = ServedModel(ModuleTable(table, {}), PlannedRequests(self.model))
         self.vllm_config = config()
         self.input_processor = type("InputProcessor", (), {})()
         self.output_processor = types.SimpleNamespace(request_states={})
@@ -109,7 +109,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 async def asked(engine: Engine, method: str, path: str, **sent: Any) -> httpx.Response:
     """Asks the routes of a server that has the engine, with the token of its requests."""
     sent.setdefault("headers", {HEADER: OWN})
-    served = http.Routes()
+    served = http.VLLMRoutes()
     await served.init_state(engine, None, None)
     app = fastapi.FastAPI()
     served.attach_router(app)
@@ -278,7 +278,7 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
             await asyncio.sleep(0)
 
     async def run() -> None:
-        served = http.Routes()
+        served = http.VLLMRoutes()
         await served.init_state(engine, None, None)
         app = fastapi.FastAPI()
         served.attach_router(app)
@@ -397,7 +397,7 @@ def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.Mon
     body = safetensors.torch.save({"a": torch.rand(5)})
 
     async def run() -> None:
-        served = http.Routes()
+        served = http.VLLMRoutes()
         await served.init_state(engine, None, None)
         app = fastapi.FastAPI()
         served.attach_router(app)

@@ -22,9 +22,9 @@ from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm import worker as worker_module
 from ferrohook.engines.vllm.requests import VllmOptions
-from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.engines.wire import packed, spans_of, unpacked
-from ferrohook.engines.worker import Served
+from ferrohook.engines.worker import ServedModel
 from support import vllm_engine
 from support.vllm_shapes import config
 
@@ -265,12 +265,12 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
         "layer": ModuleInfo("tensor", WIDTH, 16),
     }
 
-    def loaded(self: Worker) -> None:
+    def loaded(self: RunnerWorker) -> None:
         from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
 
-        self.served = Served(ModuleTable(table, {}), PlannedRequests(self._runner.get_model()))
+        self.served = ServedModel(ModuleTable(table, {}), PlannedRequests(self._runner.get_model()))
 
-    monkeypatch.setattr(Worker, "loaded", loaded)
+    monkeypatch.setattr(RunnerWorker, "loaded", loaded)
     runner = RunnerV2()
     plain = runner.model
     worker = runners.attach(runner, config())
@@ -375,10 +375,10 @@ def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).requires_grad_(False)
 
 
-def lay(layers: nn.Module, **options: int) -> Worker:
+def lay(layers: nn.Module, **options: int) -> RunnerWorker:
     made = config(additional_config={"ferrohook": {"sites": "*", **options}})
     made.model_config.dtype = torch.float32
-    worker = Worker(types.SimpleNamespace(device=torch.device("cpu")), made)
+    worker = RunnerWorker(types.SimpleNamespace(device=torch.device("cpu")), made)
     worker._lay_sites(layers, ["0", "1", "2"], None, WIDTH)
     return worker
 

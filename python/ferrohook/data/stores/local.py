@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.data.stores.folder import Folder
 from ferrohook.data.stores.shard import Shard
-from ferrohook.data.stores.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
+from ferrohook.data.stores.store import (
+    DamagedBatch,
+    Store,
+    StoredBatch,
+    check_batch,
+    find,
+    own_tensors,
+)
 from ferrohook.data.stores.writer import Writer, closed_message
 from ferrohook.util.arguments import at_least
 from ferrohook.util.errors import HookTypeError, StoreError, UnverifiedWarning
@@ -81,7 +88,7 @@ class LocalStore(Store):
         self._folder = Folder(Path(folder), sync=sync)
         self._max_pending = max_pending
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, int], Batch] = {}
+        self._open: dict[tuple[str, int], StoredBatch] = {}
         self._writer: Writer | None = None
         if read_only:
             self._folder.check()
@@ -112,7 +119,7 @@ class LocalStore(Store):
         owned = own_tensors(run, batch, layer, tensors, copy=copy)
         with self._lock:
             self._check_writable()  # again: `close` removes open batches under this lock
-            self._open.setdefault((run, batch), Batch()).add(layer, owned)
+            self._open.setdefault((run, batch), StoredBatch()).add(layer, owned)
             # Bounds the memory of open batches: writes the largest early.
             if sum(each.nbytes for each in self._open.values()) > self._max_pending:
                 largest = max(self._open, key=lambda it: self._open[it].nbytes)
@@ -124,7 +131,7 @@ class LocalStore(Store):
         self._check_writable()
         with self._lock:
             self._check_writable()  # see `put`
-            self._open[run, batch] = Batch(restarted=True)
+            self._open[run, batch] = StoredBatch(restarted=True)
 
     def complete(
         self,
@@ -141,7 +148,7 @@ class LocalStore(Store):
         check_batch(run, batch)
         writer = self._check_writable()
         with self._lock:
-            finished = self._open.pop((run, batch), Batch())
+            finished = self._open.pop((run, batch), StoredBatch())
             finished.complete = True
             finished.fingerprint = fingerprint
             finished.manifest = manifest
@@ -247,7 +254,7 @@ class LocalStore(Store):
         writer = self._check_writable()
         damaged = self.verify(run, progress=progress)
         for each in damaged:
-            writer.put(Shard(each.run, each.batch, Batch(restarted=True)))
+            writer.put(Shard(each.run, each.batch, StoredBatch(restarted=True)))
         self.flush()
         return damaged
 
@@ -282,7 +289,7 @@ def _warn_unverified(subject: str) -> None:
     warnings.warn(msg, UnverifiedWarning, stacklevel=3)  # the caller of the store
 
 
-def _submit(writer: Writer, opened: dict[tuple[str, int], Batch]) -> None:
+def _submit(writer: Writer, opened: dict[tuple[str, int], StoredBatch]) -> None:
     """Queues open batches for writing as they are. Under the store's lock."""
     while opened:
         key = next(iter(opened))
@@ -290,7 +297,7 @@ def _submit(writer: Writer, opened: dict[tuple[str, int], Batch]) -> None:
 
 
 def _close(
-    writer: Writer | None, lock: threading.Lock, opened: dict[tuple[str, int], Batch]
+    writer: Writer | None, lock: threading.Lock, opened: dict[tuple[str, int], StoredBatch]
 ) -> None:
     # A forked process has the queue without the writing thread.
     if writer is None or writer.process != os.getpid():

@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.data.stores.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
+from ferrohook.data.stores.store import (
+    DamagedBatch,
+    Store,
+    StoredBatch,
+    check_batch,
+    find,
+    own_tensors,
+)
 from ferrohook.util.errors import StoreError
 
 if TYPE_CHECKING:
@@ -18,7 +25,7 @@ class MemoryStore(Store):
     """A store in memory."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, dict[int, Batch]] = {}
+        self._runs: dict[str, dict[int, StoredBatch]] = {}
         self._manifests: dict[str, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -45,7 +52,7 @@ class MemoryStore(Store):
         self._check_open()
         with self._lock:
             fingerprint = self._opened(run, batch).fingerprint
-            self._runs[run][batch] = Batch(fingerprint=fingerprint)
+            self._runs[run][batch] = StoredBatch(fingerprint=fingerprint)
 
     def complete(  # noqa: D102
         self,
@@ -69,8 +76,8 @@ class MemoryStore(Store):
             msg = "the store is closed: put tensors before close()"
             raise StoreError(msg)
 
-    def _opened(self, run: str, batch: int) -> Batch:
-        return self._runs.setdefault(run, {}).setdefault(batch, Batch())
+    def _opened(self, run: str, batch: int) -> StoredBatch:
+        return self._runs.setdefault(run, {}).setdefault(batch, StoredBatch())
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
         with self._lock:
@@ -128,5 +135,5 @@ class MemoryStore(Store):
         tensors = find(self._batch(run, batch).layers, layer, "layer")
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
-    def _batch(self, run: str, batch: int) -> Batch:
+    def _batch(self, run: str, batch: int) -> StoredBatch:
         return find(find(self._runs, run, "run"), batch, "batch")

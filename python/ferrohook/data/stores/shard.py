@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ferrohook.data.stores.store import Batch
+    from ferrohook.data.stores.store import StoredBatch
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Shard:
 
     run: str
     batch: int
-    content: Batch
+    content: StoredBatch
 
     def __str__(self) -> str:
         return f"batch {self.batch} of run {self.run!r}"

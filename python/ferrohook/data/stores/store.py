@@ -227,7 +227,7 @@ class Store(ABC):
 
 
 @dataclass
-class Batch:
+class StoredBatch:
     """Tensors of a batch by layer and name."""
 
     layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)

@@ -392,7 +392,7 @@ class ModuleTable:
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
-    def captures(self, plan: Plan | Prepared) -> list[Capture]:
+    def captures(self, plan: Plan | Prepared) -> list[CaptureEntry]:
         """Returns the captures of a rewritten plan."""
         found = []
         for entry in plan.entries:
@@ -405,7 +405,7 @@ class ModuleTable:
                     for path in modules
                 ]
                 size = sum(_row_bytes(info, name, entry) for name, info in modules.items())
-                found.append(Capture(entry.at, size, values))
+                found.append(CaptureEntry(entry.at, size, values))
         return found
 
 
@@ -420,7 +420,7 @@ class CapturedValue(NamedTuple):
     """Number and width of heads, which get dimensions of their own."""
 
 
-class Capture(NamedTuple):
+class CaptureEntry(NamedTuple):
     """An entry of a plan that captures."""
 
     at: At

@@ -31,7 +31,7 @@ _SEED: Final = 27
 _BEHIND: Final = "the engine computes it behind the forward of its modules"
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """Sizes of an attention module, on this rank."""
 
     heads: int
@@ -39,7 +39,7 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-class Site(NamedTuple):
+class EngineTensor(NamedTuple):
     """Tensor that a module takes or returns."""
 
     path: str
@@ -48,7 +48,7 @@ class Site(NamedTuple):
     """As `output_index` of a capture."""
 
 
-class Observed:
+class StepTensors:
     """Tensors of one forward with a row per token.
 
     Args:
@@ -61,15 +61,15 @@ class Observed:
         self,
         model: nn.Module,
         forward: Callable[[], object],
-        writes: Mapping[Site, Change] | None = None,
+        writes: Mapping[EngineTensor, Change] | None = None,
     ) -> None:
-        self.before: dict[Site, Tensor] = {}
+        self.before: dict[EngineTensor, Tensor] = {}
         """Tensors as modules took and returned them."""
-        self.after: dict[Site, Tensor] = {}
+        self.after: dict[EngineTensor, Tensor] = {}
         """Those that were changed."""
         self.keywords: dict[str, list[Tensor]] = {}
         """What modules took by keyword."""
-        self.times: dict[Site, int] = {}
+        self.times: dict[EngineTensor, int] = {}
         self.starts: dict[str, int] = {}
         self.ends: dict[str, int] = {}
         self._writes = writes or {}
@@ -91,14 +91,17 @@ class Observed:
             self._calls[path] = self._calls.get(path, 0) + 1
             self.keywords[path] = [it.clone() for it in kwargs.values() if has_rows(it)]
             alone = len(args) == 1
-            sites = [Site(path, True, None if alone else place) for place in range(len(args))]  # noqa: FBT003 (a field)
+            sites = [
+                EngineTensor(path, inputs=True, part=None if alone else place)
+                for place in range(len(args))
+            ]
             return self._see_all(sites, args, now), kwargs
 
         def give(_module: nn.Module, _args: Any, output: Any) -> Any:
             self.ends[path] = now = next(self._time)
             if not isinstance(output, tuple):
-                return self._see_all([Site(path, False, None)], [output], now)[0]  # noqa: FBT003 (a field)
-            sites = [Site(path, False, place) for place in range(len(output))]  # noqa: FBT003 (a field)
+                return self._see_all([EngineTensor(path, False, None)], [output], now)[0]  # noqa: FBT003 (a field)
+            sites = [EngineTensor(path, False, place) for place in range(len(output))]  # noqa: FBT003 (a field)
             parts = self._see_all(sites, output, now)
             if len(parts) == _ROWS_AND_WIDTH and all(map(has_rows, parts)):
                 parts = self._see_sum(path, *parts, now)
@@ -107,7 +110,9 @@ class Observed:
         yield module.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
         yield module.register_forward_hook(give)
 
-    def _see_all(self, sites: Sequence[Site], values: Sequence[Any], time: int) -> tuple[Any, ...]:
+    def _see_all(
+        self, sites: Sequence[EngineTensor], values: Sequence[Any], time: int
+    ) -> tuple[Any, ...]:
         pairs = zip(sites, values, strict=True)
         return tuple(self._see(site, it, time) if has_rows(it) else it for site, it in pairs)
 
@@ -115,10 +120,10 @@ class Observed:
         if hidden.shape != residual.shape:
             return hidden, residual
         whole = hidden + residual
-        changed = self._see(Site(path, False, SUM), whole, time)  # noqa: FBT003 (a field)
+        changed = self._see(EngineTensor(path, False, SUM), whole, time)  # noqa: FBT003 (a field)
         return (hidden if changed is whole else changed - residual), residual
 
-    def _see(self, site: Site, tensor: Tensor, time: int) -> Tensor:
+    def _see(self, site: EngineTensor, tensor: Tensor, time: int) -> Tensor:
         self.before[site] = tensor.detach().clone()
         self.times[site] = time
         change = self._writes.get(site)
@@ -128,7 +133,7 @@ class Observed:
         self.after[site] = changed.detach().clone()
         return changed
 
-    def now(self, site: Site) -> Tensor:
+    def now(self, site: EngineTensor) -> Tensor:
         """Returns the tensor at a site, as it goes on."""
         return self.after.get(site, self.before[site])
 
@@ -137,7 +142,7 @@ class Observed:
         own = [self.now(site) for site in self.before if site.path == path and site.inputs]
         return own + self.keywords.get(path, [])
 
-    def inside(self, path: str) -> list[Site]:
+    def inside(self, path: str) -> list[EngineTensor]:
         """Returns the outputs of the modules inside one, in the order in which they ran."""
         found = [
             site
@@ -162,10 +167,10 @@ class _Found:
     """A quantity that is to be proved writable."""
 
     name: str
-    site: Site
+    site: EngineTensor
     equation: str
     residual: float
-    arrives: Callable[[Observed], bool] | None = None
+    arrives: Callable[[StepTensors], bool] | None = None
     """Tells in a forward in which it was written to whether the equation holds."""
     multiplier: float = 1.0
 
@@ -176,11 +181,11 @@ class _Block:
 
     index: int
     path: str
-    before: Callable[[Observed], Tensor]
+    before: Callable[[StepTensors], Tensor]
     """Reads the stream that it takes."""
-    post: Site
-    mid: Site | None
-    terms: list[tuple[Site, float]]
+    post: EngineTensor
+    mid: EngineTensor | None
+    terms: list[tuple[EngineTensor, float]]
     """Contributions in order, with their multipliers."""
     residual: float
 
@@ -188,7 +193,7 @@ class _Block:
 def look_at(
     model: nn.Module,
     forward: Callable[[], object],
-    heads_of: Callable[[nn.Module], Heads | None],
+    heads_of: Callable[[nn.Module], HeadSizes | None],
     places: Mapping[str, str] | None = None,
 ) -> NamedTensors:
     """Proves the quantities of an engine's model, and has plans for it resolve their names.
@@ -206,7 +211,7 @@ def look_at(
         The table, with places as plans in this engine need them.
     """
     try:
-        prover = _Prover(model, forward, heads_of, places or {})
+        prover = _EngineProver(model, forward, heads_of, places or {})
         named = NamedTensors(prover.table(), prover.heads)
     except Exception as error:
         logging.getLogger("ferrohook").exception("looking at the engine's model failed")
@@ -216,18 +221,18 @@ def look_at(
     return named
 
 
-class _Prover:
+class _EngineProver:
     def __init__(
         self,
         model: nn.Module,
         forward: Callable[[], object],
-        heads_of: Callable[[nn.Module], Heads | None],
+        heads_of: Callable[[nn.Module], HeadSizes | None],
         places: Mapping[str, str],
     ) -> None:
         self._model = model
         self._forward = forward
         self._places = places
-        self._look = Observed(model, forward)
+        self._look = StepTensors(model, forward)
         self._heads = {
             path: sizes
             for path, module in model.named_modules()
@@ -294,17 +299,17 @@ class _Prover:
             stream = _reading(block.post)
         return blocks
 
-    def _first_stream(self, path: str) -> Callable[[Observed], Tensor] | None:
+    def _first_stream(self, path: str) -> Callable[[StepTensors], Tensor] | None:
         if not self._look.taken(path):
             return None
 
-        def read(look: Observed) -> Tensor:
+        def read(look: StepTensors) -> Tensor:
             return torch.stack(look.taken(path)).sum(0)
 
         return read
 
     def _apart(
-        self, index: int, path: str, stream: Callable[[Observed], Tensor], behind: str | None
+        self, index: int, path: str, stream: Callable[[StepTensors], Tensor], behind: str | None
     ) -> _Block | str:
         """Finds the sums by which a block's output follows from its input; the reason if none."""
         look = self._look
@@ -323,15 +328,15 @@ class _Prover:
         by = f" by {min(residuals):.1e}" if residuals else ""
         return f"resid_pre + contributions = resid_post fails{by} for all that its modules return"
 
-    def _nearest(self, before: Tensor, total: Tensor, values: Sequence[Site]) -> float:
+    def _nearest(self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]) -> float:
         """Returns the residual of the sum that is nearest."""
         tensors = [self._look.before[site] for site in values]
         others = [it for it in tensors if not torch.equal(it, total)]
         return Terms([total, before, *others]).nearest(0, 1)
 
-    def _values(self, path: str, like: Tensor) -> list[Site]:
+    def _values(self, path: str, like: Tensor) -> list[EngineTensor]:
         """Returns a site for each distinct output inside a block: the last, so the outermost."""
-        found: dict[bytes, Site] = {}
+        found: dict[bytes, EngineTensor] = {}
         for site in self._look.inside(path):
             tensor = self._look.before[site]
             if tensor.shape == like.shape:
@@ -339,14 +344,14 @@ class _Prover:
                 found[raw] = site
         return [*found.values()]
 
-    def _posts(self, path: str, behind: str | None) -> Iterator[Site]:
+    def _posts(self, path: str, behind: str | None) -> Iterator[EngineTensor]:
         """Yields the sites where the stream behind a block may be."""
         look = self._look
         if (place := self._places.get(path)) is not None:
-            yield Site(place, False, None)  # noqa: FBT003 (a field)
+            yield EngineTensor(place, False, None)  # noqa: FBT003 (a field)
             return
         for part in (SUM, None, 0):
-            site = Site(path, False, part)  # noqa: FBT003 (a field)
+            site = EngineTensor(path, False, part)  # noqa: FBT003 (a field)
             if site in look.before:
                 yield site
         # The norm ahead of what comes next adds the last contribution, and returns the sum too.
@@ -362,8 +367,8 @@ class _Prover:
         yield from (site for site in later[:4] if site.part == 1)
 
     def _two_sums(
-        self, before: Tensor, total: Tensor, values: Sequence[Site]
-    ) -> tuple[Site | None, list[tuple[Site, float]], float] | None:
+        self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]
+    ) -> tuple[EngineTensor | None, list[tuple[EngineTensor, float]], float] | None:
         look = self._look
         for mid in values:
             middle = look.before[mid]
@@ -378,8 +383,8 @@ class _Prover:
         return None
 
     def _term(
-        self, total: Tensor, start: Tensor, values: Sequence[Site]
-    ) -> tuple[Site, float, float] | None:
+        self, total: Tensor, start: Tensor, values: Sequence[EngineTensor]
+    ) -> tuple[EngineTensor, float, float] | None:
         """Finds x in `total = start + c x`; returns its site, c and the residual."""
         for fixed in ((1.0, 1.0), (1.0,)):
             for site in values:
@@ -389,8 +394,8 @@ class _Prover:
         return None
 
     def _one_sum(
-        self, before: Tensor, total: Tensor, values: Sequence[Site]
-    ) -> tuple[Site | None, list[tuple[Site, float]], float] | None:
+        self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]
+    ) -> tuple[EngineTensor | None, list[tuple[EngineTensor, float]], float] | None:
         tensors = self._look.before
         for one, other in itertools.combinations(values, 2):
             found = fit(total, [before, tensors[one], tensors[other]], (1.0, 1.0, 1.0))
@@ -407,7 +412,7 @@ class _Prover:
         added = " + ".join(f"{kind or 'other'}_out" for kind in kinds)
         equation = f"resid_pre + {added} = resid_post"
 
-        def holds(look: Observed) -> bool:
+        def holds(look: StepTensors) -> bool:
             return self._holds(block, look)
 
         self._add(f"resid_post.{index}", block.post, equation, block.residual, None)
@@ -450,7 +455,7 @@ class _Prover:
             return [None for _ in sites]
         return ["attn" if each else "mlp" for each in within]
 
-    def _holds(self, block: _Block, look: Observed) -> bool:
+    def _holds(self, block: _Block, look: StepTensors) -> bool:
         state = block.before(look)
         terms = [factor * look.now(site) for site, factor in block.terms]
         if block.mid is None:
@@ -459,7 +464,7 @@ class _Prover:
             look.before[block.post], [look.now(block.mid), terms[1]]
         )
 
-    def _entry(self, block: _Block, kind: str, contribution: Site) -> None:
+    def _entry(self, block: _Block, kind: str, contribution: EngineTensor) -> None:
         """Finds what a sublayer takes: the norm of the stream that was returned before it."""
         look, index = self._look, block.index
         state = (
@@ -473,7 +478,7 @@ class _Prover:
                 continue
             if not _among(tensor, look.taken(taker)):
                 continue
-            partner = Site(site.path, False, 1)  # noqa: FBT003 (a field)
+            partner = EngineTensor(site.path, False, 1)  # noqa: FBT003 (a field)
             of_stream = [look.before[partner]] if partner in look.before else look.taken(site.path)
             if _among(state, of_stream):
                 equation = f"{kind}_in = norm({stream})"
@@ -483,7 +488,7 @@ class _Prover:
         if taker is not None:
             self._act(index, kind, taker, contribution)
 
-    def _taker(self, block: _Block, contribution: Site) -> str | None:
+    def _taker(self, block: _Block, contribution: EngineTensor) -> str | None:
         """Returns the child of a block that computes a contribution: its last before that."""
         look = self._look
         depth = block.path.count(".") + 1
@@ -497,7 +502,7 @@ class _Prover:
         done = [it for it in busy if look.ends[it] <= look.times[contribution]]
         return max(done, key=look.ends.__getitem__, default=None)
 
-    def _act(self, index: int, kind: str, taker: str, contribution: Site) -> None:
+    def _act(self, index: int, kind: str, taker: str, contribution: EngineTensor) -> None:
         """Finds what the last projection of a sublayer takes."""
         if kind != "mlp":
             return
@@ -505,23 +510,23 @@ class _Prover:
         # A norm may stand between projection and contribution.
         results = [look.before[contribution], *look.taken(contribution.path)]
         for site in reversed(look.inside(taker)):
-            own = Site(site.path, True, None)  # noqa: FBT003 (a field)
+            own = EngineTensor(site.path, True, None)  # noqa: FBT003 (a field)
             leaf = not any(it.startswith(f"{site.path}.") for it in look.ends)
             if leaf and own in look.before and _among(look.before[site], results):
                 self._add(f"mlp_act.{index}", own, "projection(mlp_act) = mlp_out", 0.0, _taken)
                 return
         self._missing[f"mlp_act.{index}"] = "no single projection returns the output"
 
-    def _reaches(self, site: Site, taker: str) -> Callable[[Observed], bool]:
-        def reaches(look: Observed) -> bool:
+    def _reaches(self, site: EngineTensor, taker: str) -> Callable[[StepTensors], bool]:
+        def reaches(look: StepTensors) -> bool:
             return _among(look.now(site), look.taken(taker))
 
         return reaches
 
-    def _inside(self, block: _Block, attention: str, contribution: Site | None) -> None:
+    def _inside(self, block: _Block, attention: str, contribution: EngineTensor | None) -> None:
         """Names what an attention module takes and returns."""
         look, sizes, index = self._look, self._heads[attention], block.index
-        z = Site(attention, False, None)  # noqa: FBT003 (a field)
+        z = EngineTensor(attention, False, None)  # noqa: FBT003 (a field)
         taker = None
         if contribution is not None and z in look.before:
             # A norm may stand between projection and contribution.
@@ -545,7 +550,7 @@ class _Prover:
         self._add(f"z.{index}", z, equation, 0.0, self._reaches(z, taker))
         self.heads[f"@z.{index}"] = sizes.heads, sizes.head_dim
         for place, kind in enumerate("qkv"):
-            site = Site(attention, True, place)  # noqa: FBT003 (a field)
+            site = EngineTensor(attention, True, place)  # noqa: FBT003 (a field)
             count = sizes.heads if kind == "q" else sizes.kv_heads
             if site in look.before and look.before[site].shape[-1] == count * sizes.head_dim:
                 self.heads[f"@{kind}.{index}"] = count, sizes.head_dim
@@ -583,7 +588,7 @@ class _Prover:
             if not site.inputs and look.times[site] > look.ends[last.path]
         )
         for site in behind:
-            partner = Site(site.path, False, 1)  # noqa: FBT003 (a field)
+            partner = EngineTensor(site.path, False, 1)  # noqa: FBT003 (a field)
             of_stream = [look.before[partner]] if partner in look.before else look.taken(site.path)
             if site.part != 1 and _among(state, of_stream):
                 self._add("final_norm", site, "final_norm = norm(resid_post)", 0.0, _always)
@@ -591,15 +596,17 @@ class _Prover:
                 found_post.arrives = self._ends_in(last.post, site.path)
                 return
 
-    def _begins(self, site: Site, factor: float, first: _Block) -> Callable[[Observed], bool]:
-        def begins(look: Observed) -> bool:
+    def _begins(
+        self, site: EngineTensor, factor: float, first: _Block
+    ) -> Callable[[StepTensors], bool]:
+        def begins(look: StepTensors) -> bool:
             return _equal(first.before(look), [factor * look.now(site)])
 
         return begins
 
-    def _ends_in(self, post: Site, norm: str) -> Callable[[Observed], bool]:
-        def ends(look: Observed) -> bool:
-            partner = Site(norm, False, 1)  # noqa: FBT003 (a field)
+    def _ends_in(self, post: EngineTensor, norm: str) -> Callable[[StepTensors], bool]:
+        def ends(look: StepTensors) -> bool:
+            partner = EngineTensor(norm, False, 1)  # noqa: FBT003 (a field)
             taken = [look.before[partner]] if partner in look.before else look.taken(norm)
             return any(_equal(each, [look.now(post)]) for each in taken)
 
@@ -608,10 +615,10 @@ class _Prover:
     def _add(
         self,
         name: str,
-        site: Site,
+        site: EngineTensor,
         equation: str,
         residual: float,
-        arrives: Callable[[Observed], bool] | None = None,
+        arrives: Callable[[StepTensors], bool] | None = None,
         **more: Any,
     ) -> None:
         self._found.append(_Found(name, site, equation, residual, arrives, **more))
@@ -625,7 +632,7 @@ class _Prover:
             kinds.setdefault(each.name.partition(".")[0], []).append(each)
         arrived: set[str] = set()
         for found in kinds.values():
-            look = Observed(
+            look = StepTensors(
                 self._model, self._forward, dict.fromkeys((it.site for it in found), _add_noise)
             )
             arrived |= {
@@ -645,8 +652,8 @@ _WIDTHS: Final = {
 }
 
 
-def _reading(site: Site) -> Callable[[Observed], Tensor]:
-    def read(look: Observed) -> Tensor:
+def _reading(site: EngineTensor) -> Callable[[StepTensors], Tensor]:
+    def read(look: StepTensors) -> Tensor:
         return look.now(site)
 
     return read
@@ -666,7 +673,7 @@ def _equal(total: Tensor, terms: Sequence[Tensor]) -> bool:
     return float((total.double() - right).abs().max()) <= _ROUNDINGS * rounding(total) * size
 
 
-def _taken(_look: Observed) -> bool:
+def _taken(_look: StepTensors) -> bool:
     """Of an input: what is written there is what the module gets."""
     return True
 

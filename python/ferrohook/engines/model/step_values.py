@@ -32,7 +32,7 @@ class _Unknown:
 _UNKNOWN: Final = _Unknown()
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """Call of a module; tensors of the device "meta" stand for its own."""
 
     args: tuple[Any, ...]
@@ -49,18 +49,18 @@ class Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
+def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[StepCall]]]:
     """Observes the calls of all modules of a model in a block, in this thread.
 
     Yields:
         The calls so far, by module.
     """
-    calls: dict[nn.Module, list[Call]] = {}
+    calls: dict[nn.Module, list[StepCall]] = {}
     thread = threading.get_ident()
 
     def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if threading.get_ident() == thread:
-            call = Call(*map(_outline, (args, kwargs, output)))
+            call = StepCall(*map(_outline, (args, kwargs, output)))
             calls.setdefault(module, []).append(call)
 
     hooks = [each.register_forward_hook(note, with_kwargs=True) for each in model.modules()]
@@ -119,7 +119,7 @@ def _cut(tensor: Tensor, index: Any, where: str, shape: Sequence[object]) -> Ten
 class StepValues(NamedTuple):
     """Values of all modules that run in a step of an engine."""
 
-    calls: Mapping[nn.Module, Sequence[Call]]
+    calls: Mapping[nn.Module, Sequence[StepCall]]
     rows: int
     dim: int
     """Dimension of the rows."""
@@ -152,7 +152,7 @@ class StepValues(NamedTuple):
             dim = 0 if entry.at is not None else self.dim
             check_slice(entry.options.get("slice"), f"tensor at {name!r}", tokens_first, dim)
 
-    def _check(self, name: str, place: Place, entry: HookEntry | KeepEntry, call: Call) -> None:
+    def _check(self, name: str, place: Place, entry: HookEntry | KeepEntry, call: StepCall) -> None:
         if isinstance(entry, KeepEntry):
             inputs, part = place.inputs, place.part
         elif isinstance(entry.hook, Intervention):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ferrohook.engines.uploads import Vectors
 
 
-class Routes(EngineRoutes):
+class SGLangRoutes(EngineRoutes):
     """Routes of one server.
 
     Args:

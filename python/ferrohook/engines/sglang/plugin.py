@@ -19,14 +19,14 @@ from typing import Any, Final
 
 from ferrohook.engines.sglang.front_end import answered, encode, generating, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
-from ferrohook.engines.sglang.worker import Worker
+from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
 from ferrohook.util.errors import HookError
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_SGLANG"
 """Environment variable that lets an untried release of SGLang be used."""
-_workers: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
+_workers: weakref.WeakKeyDictionary[Any, SchedulerWorker] = weakref.WeakKeyDictionary()
 """Workers by `Scheduler` and by `ModelRunner`."""
 
 
@@ -63,7 +63,7 @@ def _register(*hooks: tuple[str, Any, str]) -> Any:
 
 
 def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    worker = Worker(scheduler)
+    worker = SchedulerWorker(scheduler)
     _workers[scheduler] = _workers[scheduler.tp_worker.model_runner] = worker
     try:
         CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))

@@ -24,13 +24,13 @@ from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.modules import OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import Heads, look_at
+from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
-from ferrohook.engines.worker import EngineWorker, Served, reason_of
+from ferrohook.engines.worker import EngineWorker, ServedModel, reason_of
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
 from ferrohook.util.errors import HookError
@@ -58,7 +58,7 @@ class _Failed(NamedTuple):
     """Tokens before the step in which it failed."""
 
 
-class Worker(EngineWorker):
+class SchedulerWorker(EngineWorker):
     """Plans of the requests of one scheduler.
 
     A request has three attributes of ours: `ferrohook`, the name of its plan here (clients choose
@@ -108,7 +108,7 @@ class Worker(EngineWorker):
         self._points = StreamPoints(model, layers)
         modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
-        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self.served = ServedModel(modules, PlannedRequests(model, size=_MOST_PLANS))
         secret = secrets.token_bytes(32)
         # Its requests are within no limits but their own.
         self._options = SglangOptions(capture_bytes=sys.maxsize)
@@ -410,12 +410,12 @@ def _request(tokens: Iterable[int]) -> Any:
     return batches.Req("ferrohook-test", "", array("q", tokens), params)
 
 
-def _heads_of(module: Any) -> Heads | None:
+def _heads_of(module: Any) -> HeadSizes | None:
     """Returns the heads of what SGLang calls as attention(q, k, v), None for any other module."""
     attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
         return None
-    return Heads(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
+    return HeadSizes(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
 
 
 class _Nowhere:

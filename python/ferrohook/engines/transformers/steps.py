@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.attach.attention import Attended
-    from ferrohook.engines.model.step_values import Call
+    from ferrohook.engines.model.step_values import StepCall
 
 ROWS = 1
 """Dimension of the rows: hidden states are (1, tokens, width)."""
@@ -62,7 +62,7 @@ def _prepared_io(processor: Any) -> Any:
     return io
 
 
-class Observed(NamedTuple):
+class DummyStepFacts(NamedTuple):
     """Facts that a dummy step of an engine shows."""
 
     values: StepValues
@@ -74,7 +74,7 @@ class Observed(NamedTuple):
 
 
 @torch.no_grad()
-def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> Observed:
+def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> DummyStepFacts:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
@@ -134,7 +134,7 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> Observed:
     }
     values = StepValues(calls, expected.rows, ROWS, other_dims, frozenset(head))
     cached = [each.module for each in heads if each.k.shape[1] != expected.rows]
-    return Observed(values, {cast("int", module.layer_idx): module for module in cached})
+    return DummyStepFacts(values, {cast("int", module.layer_idx): module for module in cached})
 
 
 def _dims(shape: Sequence[int], rows: int) -> list[int]:
@@ -158,7 +158,7 @@ def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
 
 def _run(
     processor: Any, model: Any, dummies: list[FutureRequestState], rows: int
-) -> tuple[dict[str, Any], list[Any], dict[nn.Module, list[Call]], list[Attended]]:
+) -> tuple[dict[str, Any], list[Any], dict[nn.Module, list[StepCall]], list[Attended]]:
     """Runs a step; returns the model's inputs, the tokens that it embedded and its calls."""
     io = processor.inputs_and_outputs
     io.prepare_batch_tensors(

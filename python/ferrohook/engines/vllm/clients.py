@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.vllm.requests import Ticket
+    from ferrohook.engines.vllm.requests import CapturingRequest
     from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
 
@@ -86,7 +86,7 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
             engine.collective_rpc("ferrohook_drop", args=(digest,))
 
 
-def tokens_of(ticket: Ticket) -> int:
+def tokens_of(ticket: CapturingRequest) -> int:
     """Returns the number of tokens of a finished request.
 
     Raises:

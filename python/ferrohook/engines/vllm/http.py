@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ferrohook.engines.uploads import Vectors
-    from ferrohook.engines.vllm.requests import FrontEnd, Ticket
+    from ferrohook.engines.vllm.requests import CapturingRequest, FrontEnd
 
 _BINARY: Final = "application/octet-stream"
 _PAUSE: Final = 0.05
 
 
-class Routes(EngineRoutes):
+class VLLMRoutes(EngineRoutes):
     """Routes of an API server, as vLLM loads them."""
 
     name = "ferrohook"
@@ -111,7 +111,7 @@ class Routes(EngineRoutes):
         ticket = _ticket(front_end, request, response_id, index)
         return StreamingResponse(self._frames(front_end, ticket), media_type=_BINARY)
 
-    async def _frames(self, front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
+    async def _frames(self, front_end: FrontEnd, ticket: CapturingRequest) -> AsyncIterator[bytes]:
         since = 0
         try:
             while ticket.tokens is None:
@@ -130,13 +130,13 @@ class Routes(EngineRoutes):
             data = packed({}, {}, error=str(error) or repr(error))
         yield _framed(data) + bytes(8)
 
-    async def _take(self, front_end: FrontEnd, ticket: Ticket, since: int = 0) -> bytes:
+    async def _take(self, front_end: FrontEnd, ticket: CapturingRequest, since: int = 0) -> bytes:
         front_end.forget(ticket)
         data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
         fetched(data)
         return data if ticket.error is None else packed({}, {}, error=ticket.error)
 
-    def _tokens(self, ticket: Ticket) -> int:
+    def _tokens(self, ticket: CapturingRequest) -> int:
         """Returns the number of tokens of a request so far, 0 before its first new one.
 
         Raises:
@@ -162,14 +162,16 @@ def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _ticket(front_end: FrontEnd, request: Request, response_id: str, index: int) -> Ticket:
+def _ticket(
+    front_end: FrontEnd, request: Request, response_id: str, index: int
+) -> CapturingRequest:
     """Returns the ticket of a response, to who has its token."""
     token = request.headers.get(HEADER)
     by_id = front_end.options.captures_by_id
     if token is None and not by_id:
         raise HTTPException(403, f"captures take the header {HEADER} of the answer")
 
-    def may(ticket: Ticket) -> bool:
+    def may(ticket: CapturingRequest) -> bool:
         if by_id:
             return True
         secret = (ticket.token or secrets.token_urlsafe()).encode()

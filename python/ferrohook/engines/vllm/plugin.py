@@ -83,7 +83,7 @@ def check_release() -> None:
         raise HookError(reason)
 
 
-class _Seam(NamedTuple):
+class _WrappedMethod(NamedTuple):
     """A method of vLLM that is wrapped."""
 
     module: str
@@ -91,39 +91,41 @@ class _Seam(NamedTuple):
     method: str
 
 
-_PROCESSOR: Final = _Seam("v1.engine.input_processor", "InputProcessor", "process_inputs")
-_WORKER: Final = _Seam("v1.worker.worker_base", "WorkerWrapperBase", "init_device")
+_PROCESSOR: Final = _WrappedMethod("v1.engine.input_processor", "InputProcessor", "process_inputs")
+_WORKER: Final = _WrappedMethod("v1.worker.worker_base", "WorkerWrapperBase", "init_device")
 
 
-def _seams() -> dict[_Seam, Callable[[Any], Any]]:
+def _seams() -> dict[_WrappedMethod, Callable[[Any], Any]]:
     """Returns the methods that are wrapped, with what makes the new ones."""
     outputs = "v1.engine.output_processor", "OutputProcessor"
     openai = "entrypoints.openai"
     return {
         _PROCESSOR: _processing,
-        _Seam("v1.engine.input_processor", "InputProcessor", "assign_request_id"): _assigning,
-        _Seam(*outputs, "process_outputs"): _outputting,
-        _Seam(*outputs, "_finish_request"): _finishing,
-        _Seam(*outputs, "abort_requests"): _aborting,
-        _Seam("v1.engine.llm_engine", "LLMEngine", "add_request"): _adding,
-        _Seam("v1.engine.async_llm", "AsyncLLM", "add_request"): _adding_async,
-        _Seam("v1.core.sched.scheduler", "Scheduler", "update_from_output"): _updating,
-        _Seam("v1.engine.core", "EngineCore", "__init__"): _starting,
-        _Seam("v1.engine.core", "EngineCoreProc", "run_busy_loop"): _looping,
+        _WrappedMethod(
+            "v1.engine.input_processor", "InputProcessor", "assign_request_id"
+        ): _assigning,
+        _WrappedMethod(*outputs, "process_outputs"): _outputting,
+        _WrappedMethod(*outputs, "_finish_request"): _finishing,
+        _WrappedMethod(*outputs, "abort_requests"): _aborting,
+        _WrappedMethod("v1.engine.llm_engine", "LLMEngine", "add_request"): _adding,
+        _WrappedMethod("v1.engine.async_llm", "AsyncLLM", "add_request"): _adding_async,
+        _WrappedMethod("v1.core.sched.scheduler", "Scheduler", "update_from_output"): _updating,
+        _WrappedMethod("v1.engine.core", "EngineCore", "__init__"): _starting,
+        _WrappedMethod("v1.engine.core", "EngineCoreProc", "run_busy_loop"): _looping,
         _WORKER: _initializing,
-        _Seam(
+        _WrappedMethod(
             "entrypoints.generate.base.serving", "GenerateBaseServing", "_raise_if_error"
         ): _raising,
-        _Seam(
+        _WrappedMethod(
             f"{openai}.completion.protocol", "CompletionRequest", "to_beam_search_params"
         ): _beaming,
-        _Seam(
+        _WrappedMethod(
             f"{openai}.chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params"
         ): _beaming,
-        _Seam(
+        _WrappedMethod(
             f"{openai}.completion.serving", "OpenAIServingCompletion", "create_completion"
         ): _answering,
-        _Seam(
+        _WrappedMethod(
             f"{openai}.chat_completion.serving", "OpenAIServingChat", "create_chat_completion"
         ): _answering,
     }
@@ -197,11 +199,11 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"vllm.{module}"), name)
 
 
-def _owner(seam: _Seam) -> Any:
+def _owner(seam: _WrappedMethod) -> Any:
     return _named(seam.module, seam.owner)
 
 
-def _wrap(seam: _Seam, make: Callable[[Any], Any]) -> None:
+def _wrap(seam: _WrappedMethod, make: Callable[[Any], Any]) -> None:
     """Replaces a method by one around it, once."""
     owner = _owner(seam)
     original = vars(owner)[seam.method]

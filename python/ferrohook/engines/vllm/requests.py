@@ -59,7 +59,7 @@ class VllmOptions(EngineOptions):
 
 
 @dataclasses.dataclass
-class Ticket:
+class CapturingRequest:
     """A request that captures, as its client and the worker know it."""
 
     key: str
@@ -98,9 +98,9 @@ class FrontEnd:
         self._admission = Admission(modules, options, secret)
         self._servers = servers
         self._lock = threading.Lock()
-        self._tickets: dict[str, list[Ticket]] = {}
-        self._by_key: dict[str, Ticket] = {}
-        self._by_engine_id: dict[str, Ticket] = {}
+        self._tickets: dict[str, list[CapturingRequest]] = {}
+        self._by_key: dict[str, CapturingRequest] = {}
+        self._by_engine_id: dict[str, CapturingRequest] = {}
         self._failures: dict[str, str] = {}
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
         self._sent: set[str] = set()
@@ -150,7 +150,7 @@ class FrontEnd:
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
             own = token if isinstance(token, str) and token else None
-            self._issue(Ticket(key, request.request_id, own))
+            self._issue(CapturingRequest(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
         # The worker learns of captures that nobody can fetch with the next request.
@@ -161,7 +161,7 @@ class FrontEnd:
         params.extra_args.pop(FIELD, None)
         self._sent.add(key)
 
-    def _issue(self, ticket: Ticket) -> None:
+    def _issue(self, ticket: CapturingRequest) -> None:
         with self._lock:
             self._tickets.setdefault(ticket.request_id, []).append(ticket)
             self._by_key[ticket.key] = ticket
@@ -222,7 +222,9 @@ class FrontEnd:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
 
-    def find(self, request_id: str, may: Callable[[Ticket], bool] = bool) -> Ticket:
+    def find(
+        self, request_id: str, may: Callable[[CapturingRequest], bool] = bool
+    ) -> CapturingRequest:
         """Returns the ticket of a client's request.
 
         Args:
@@ -243,12 +245,12 @@ class FrontEnd:
             raise ValueError(msg)
         return tickets[0]
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: CapturingRequest) -> None:
         """Forgets a ticket whose captures were fetched."""
         with self._lock:
             self._forget(ticket)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: CapturingRequest) -> None:
         self._by_key.pop(ticket.key, None)
         if ticket.engine_id is not None:
             self._by_engine_id.pop(ticket.engine_id, None)

@@ -13,20 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.vllm.supported import CAPABILITIES
-from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def attach(runner: Any, config: Any) -> Worker:
+def attach(runner: Any, config: Any) -> RunnerWorker:
     """Attaches to a model runner before it loads its model.
 
     Raises:
         HookError: the runner has neither the methods of V1 nor those of V2.
     """
-    worker = Worker(runner, config)
+    worker = RunnerWorker(runner, config)
     if all(hasattr(runner, name) for name in _V1):
         _attach_v1(runner, worker)
     elif all(hasattr(runner, name) for name in _V2):
@@ -48,7 +48,7 @@ def _around(runner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -
     setattr(runner, name, functools.wraps(original)(make(original)))
 
 
-def _loading(original: Any, worker: Worker) -> Callable[..., Any]:
+def _loading(original: Any, worker: RunnerWorker) -> Callable[..., Any]:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         worker.loaded()
@@ -57,7 +57,7 @@ def _loading(original: Any, worker: Worker) -> Callable[..., Any]:
     return load_model
 
 
-def _sampling(original: Any, worker: Worker) -> Callable[..., Any]:
+def _sampling(original: Any, worker: RunnerWorker) -> Callable[..., Any]:
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         if failed := worker.failures():
@@ -82,7 +82,7 @@ def _mark(output: Any, failed: dict[str, str]) -> None:
     output.get_output = get_output
 
 
-def _attach_v1(runner: Any, worker: Worker) -> None:
+def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
     forward_context = importlib.import_module("vllm.forward_context").get_forward_context
 
     def updating(original: Any) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def _attach_v1(runner: Any, worker: Worker) -> None:
     _around(runner, "_model_forward", calling)
 
 
-def _attach_v2(runner: Any, worker: Worker) -> None:
+def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
     entered = contextlib.ExitStack()
 
     def adding(original: Any) -> Callable[..., Any]:

@@ -17,14 +17,14 @@ import torch
 
 from ferrohook.engines.model.modules import OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import Heads, look_at
+from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
-from ferrohook.engines.worker import Admitted, EngineWorker, Served
+from ferrohook.engines.worker import Admitted, EngineWorker, ServedModel
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
@@ -45,14 +45,14 @@ _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped for results_bytes"
 
 
-def _heads_of(module: Any) -> Heads | None:
+def _heads_of(module: Any) -> HeadSizes | None:
     """Returns the heads of what vLLM calls as attention(q, k, v), None for any other module."""
     layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
     sizes = [getattr(module, name, None) for name in ("num_heads", "num_kv_heads", "head_size")]
     if not isinstance(module, layers.AttentionLayerBase) or None in sizes:
         return None
     heads, kv_heads, head_dim = map(int, filter(None, sizes))
-    return Heads(heads, kv_heads, head_dim)
+    return HeadSizes(heads, kv_heads, head_dim)
 
 
 @dataclasses.dataclass
@@ -65,7 +65,7 @@ class _Finished:
     """Bytes."""
 
 
-class Worker(EngineWorker):
+class RunnerWorker(EngineWorker):
     """Plans of the requests of one model runner.
 
     Args:
@@ -106,7 +106,7 @@ class Worker(EngineWorker):
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
             self._lay_sites(model, names, index, modules.table[names[0]].width)
-        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self.served = ServedModel(modules, PlannedRequests(model, size=_MOST_PLANS))
 
     def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
         """Lays the operators of a compiled engine, if their tables fit.

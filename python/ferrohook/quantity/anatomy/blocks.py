@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.quantity.anatomy.equations import Fit
-    from ferrohook.quantity.anatomy.looking import Call, Look
+    from ferrohook.quantity.anatomy.looking import Look, ModuleCall
     from ferrohook.quantity.anatomy.stacks import Block
 
 _ONE: Final = 1.0
@@ -29,7 +29,7 @@ MOST_VALUES: Final = 400
 """Tensors of the stream's size inside a block, at most."""
 
 
-class Step(NamedTuple):
+class StreamStep(NamedTuple):
     """A step of the stream: a sum with contributions, or a norm."""
 
     source: int
@@ -56,7 +56,7 @@ class Anatomist:
         self.look = look
         self._norms: dict[str, bool] = {}
 
-    def steps(self, block: Block) -> list[Step] | str:
+    def steps(self, block: Block) -> list[StreamStep] | str:
         """Returns the steps from a block's input to its output; the reason if there are none."""
         start = self.look.sites[block.before].value
         end = self.look.sites[block.after].value
@@ -73,7 +73,7 @@ class Anatomist:
             number: self._pairs(terms, numbers, seen, place) for place, number in enumerate(numbers)
         }
         order = count()
-        queue: list[tuple[float, int, int, tuple[Step, ...]]] = [(0, next(order), start, ())]
+        queue: list[tuple[float, int, int, tuple[StreamStep, ...]]] = [(0, next(order), start, ())]
         done: set[int] = set()
         while queue:
             cost, _, state, way = heapq.heappop(queue)
@@ -128,7 +128,7 @@ class Anatomist:
         numbers: list[int],
         seen: dict[int, int],
         sums: dict[int, list[tuple[int, int]]],
-    ) -> Iterator[tuple[float, Step]]:
+    ) -> Iterator[tuple[float, StreamStep]]:
         """Yields the steps that begin at a value of the stream, with their costs."""
         place = numbers.index(state)
         for other, result in enumerate(numbers):
@@ -143,9 +143,9 @@ class Anatomist:
             if call.path.startswith(f"{block.path}.") and [*call.inputs.values()] == [state]:
                 (result, *others) = [*call.outputs.values()] or [state]
                 if result in seen and result != state and not others and self.is_norm(call):
-                    yield _NORM, Step(state, result, (), (1.0,), call.path)
+                    yield _NORM, StreamStep(state, result, (), (1.0,), call.path)
 
-    def _one(self, state: int, result: int, pairs: list[tuple[int, int]]) -> Step | None:
+    def _one(self, state: int, result: int, pairs: list[tuple[int, int]]) -> StreamStep | None:
         for pair in pairs:
             if state in pair:
                 (other,) = {*pair} - {state}
@@ -153,12 +153,12 @@ class Anatomist:
                 if not found.holds:
                     found = self.fit(result, (state, other))
                 if found.holds:
-                    return Step(state, result, (other,), found.multipliers)
+                    return StreamStep(state, result, (other,), found.multipliers)
         return None
 
     def _two(
         self, terms: Terms, numbers: list[int], seen: dict[int, int], place: int, other: int
-    ) -> Step | None:
+    ) -> StreamStep | None:
         for _, a, b in terms.twos(other, place)[:8]:
             pair = (numbers[a], numbers[b])
             if max(seen[each] for each in pair) > seen[numbers[other]]:
@@ -167,7 +167,9 @@ class Anatomist:
             if found.holds:
                 first, second = sorted(pair, key=seen.__getitem__)
                 found = self.fit(numbers[other], (numbers[place], first, second), (1.0,))
-                return Step(numbers[place], numbers[other], (first, second), found.multipliers)
+                return StreamStep(
+                    numbers[place], numbers[other], (first, second), found.multipliers
+                )
         return None
 
     def fit(self, total: int, terms: tuple[int, ...], fixed: tuple[float, ...] = ()) -> Fit:
@@ -175,7 +177,7 @@ class Anatomist:
         values = self.look.values
         return fit(values[total], [values[each] for each in terms], fixed)
 
-    def is_norm(self, call: Call) -> bool:
+    def is_norm(self, call: ModuleCall) -> bool:
         """Returns True if a module divides its input by its size, and leaves channels apart.
 
         The output does not change with the size of the input; where two channels are exchanged,
@@ -186,7 +188,7 @@ class Anatomist:
             known = self._norms[call.path] = self._tested(call)
         return known
 
-    def _tested(self, call: Call) -> bool:
+    def _tested(self, call: ModuleCall) -> bool:
         (value,) = call.inputs.values()
         module = self._model.get_submodule(call.path)
         (sighting,) = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.quantity.anatomy.equations import fit, rounding
-from ferrohook.quantity.anatomy.looking import Hidden, Site
+from ferrohook.quantity.anatomy.looking import Hidden, ObservedTensor
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.quantity.anatomy.blocks import Anatomist
-    from ferrohook.quantity.anatomy.looking import Call, Example, Look
+    from ferrohook.quantity.anatomy.looking import Example, Look, ModuleCall
 
 _MOST_MODULES: Final = 6
 """Modules between the embedding and the first block, or the last norm and the logits, at most."""
@@ -26,7 +26,7 @@ _MOST_MODULES: Final = 6
 class Beginning(NamedTuple):
     """How the stream begins: `stream = modules(multiplier * first(embed) + positions)`."""
 
-    embed: Site
+    embed: ObservedTensor
     multiplier: float
     positions: Tensor | None
     """What is added and is the same in each row of the batch."""
@@ -50,8 +50,8 @@ class Beginning(NamedTuple):
 class Ending(NamedTuple):
     """How the stream ends: `logits = cap * tanh(multiplier * unembed(modules(norm)) / cap)`."""
 
-    norm: Site | None
-    logits: Site | None
+    norm: ObservedTensor | None
+    logits: ObservedTensor | None
     modules: tuple[str, ...]
     """Paths from the norm to the logits; the last is the unembedding."""
     multiplier: float = 1.0
@@ -92,10 +92,10 @@ def beginning(
     before = sorted((each for each in look.calls if each.end < start), key=lambda it: it.start)
     tables = [call for call in before if _looks_up(model, look, call, ids)]
     embedded = [
-        (Site.output(call.path, part), value, first)
+        (ObservedTensor.output(call.path, part), value, first)
         for call in tables
         for part in call.outputs
-        if Site.output(call.path, part) in look.sites
+        if ObservedTensor.output(call.path, part) in look.sites
         for value, first in _passed(before, call.outputs[part])
     ]
     if not embedded:
@@ -116,7 +116,7 @@ def beginning(
     return f"embed + positions = resid_pre.0 fails{by}: what the first block takes is another sum"
 
 
-def _looks_up(model: nn.Module, look: Look, call: Call, ids: list[Tensor]) -> bool:
+def _looks_up(model: nn.Module, look: Look, call: ModuleCall, ids: list[Tensor]) -> bool:
     """Returns True if a module returns the rows of its table that the example's ids name."""
     weight = getattr(model.get_submodule(call.path), "weight", None)
     if call.inputs or len(call.outputs) != 1 or not isinstance(weight, Tensor) or weight.dim() != 2:  # noqa: PLR2004 (a table)
@@ -166,7 +166,7 @@ def _embedded(
     return (factor, rest.mean(0)) if residual <= 8 * eps else residual
 
 
-def _passed(calls: list[Call], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _passed(calls: list[ModuleCall], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yields a value, and what modules that take it alone make of it, with their paths."""
     paths: tuple[str, ...] = ()
     for _ in range(_MOST_MODULES):
@@ -179,7 +179,7 @@ def _passed(calls: list[Call], value: int) -> Iterator[tuple[int, tuple[str, ...
         paths = (*paths, call.path)
 
 
-def _returning(calls: list[Call], value: int) -> Call | None:
+def _returning(calls: list[ModuleCall], value: int) -> ModuleCall | None:
     """Returns the outermost module that computes a value from one tensor."""
     for call in calls:
         taken, returned = [*call.inputs.values()], [*call.outputs.values()]
@@ -209,7 +209,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
     site, value = None, stream
     if norm is not None:
         ((part, value),) = norm.outputs.items()
-        site = Site.output(norm.path, part)
+        site = ObservedTensor.output(norm.path, part)
         site = site if site in look.sites else None
     root = next(call for call in look.calls if not call.path)
     modules: list[str] = []
@@ -223,7 +223,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         (value,) = call.outputs.values()
         modules.append(call.path)
         for part, returned in root.outputs.items():
-            logits = Site.output("", part)
+            logits = ObservedTensor.output("", part)
             if logits not in look.sites or not _by_position(look, logits, value, stream):
                 continue
             found = _as_logits(look, returned, value)
@@ -235,7 +235,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
     return Ending(site, None, (), failure=min(failures, default=None))
 
 
-def _by_position(look: Look, logits: Site, value: int, stream: int) -> bool:
+def _by_position(look: Look, logits: ObservedTensor, value: int, stream: int) -> bool:
     """Returns True if the model returns a projection of each position of the stream."""
     width = look.sites[logits].shape[-1]
     positions = look.values[value].numel() // width
@@ -246,7 +246,7 @@ def _by_position(look: Look, logits: Site, value: int, stream: int) -> bool:
     )
 
 
-def _other(call: Call, value: int) -> bool:
+def _other(call: ModuleCall, value: int) -> bool:
     return len(call.outputs) == 1 and value not in call.outputs.values()
 
 

@@ -51,7 +51,7 @@ class Hidden(NamedTuple):
     name: str
 
 
-class Site(NamedTuple):
+class ObservedTensor(NamedTuple):
     """Tensor that a module takes or returns, by names."""
 
     path: str
@@ -73,14 +73,14 @@ class Site(NamedTuple):
 class Sighting(NamedTuple):
     """A value at a site, in one forward."""
 
-    site: Site
+    site: ObservedTensor
     value: int
     """Number of the value: tensors of equal contents have one, whatever their shapes."""
     time: int
     shape: tuple[int, ...]
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module."""
 
     path: str
@@ -100,7 +100,7 @@ class Choice(NamedTuple):
     numbers: Tensor
 
 
-Writes: TypeAlias = "Mapping[Site, Callable[[Tensor], Tensor]]"
+Writes: TypeAlias = "Mapping[ObservedTensor, Callable[[Tensor], Tensor]]"
 """Changes of tensors, by site."""
 
 
@@ -122,9 +122,9 @@ class Look:
         self.times: list[int] = []
         """Time at which each was seen first."""
         self.sightings: list[Sighting] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.choices: list[Choice] = []
-        self.written: dict[Site, int] = {}
+        self.written: dict[ObservedTensor, int] = {}
         """Values at sites after they were changed."""
         self._writes = writes or {}
         self._numbers: dict[Any, int] = {}
@@ -164,7 +164,7 @@ class Look:
             tensors = dict(_outputs(output))
             start, inputs = self._open.pop()
             outputs = self._see(path, tensors, inputs=False)
-            self.calls.append(Call(path, start, self._time, inputs, outputs))
+            self.calls.append(ModuleCall(path, start, self._time, inputs, outputs))
             changed = self._changed(path, tensors, inputs=False)
             for part, tensor in changed.items():
                 output = _with_part(output, part, tensor)
@@ -177,14 +177,14 @@ class Look:
         found = {}
         for part, tensor in tensors.items():
             found[part] = number = self._number(tensor)
-            site = Site(path, inputs, part)
+            site = ObservedTensor(path, inputs, part)
             self.sightings.append(Sighting(site, number, self._time, tuple(tensor.shape)))
         return found
 
     def _changed(self, path: str, tensors: dict[Any, Tensor], *, inputs: bool) -> dict[Any, Tensor]:
         changed = {}
         for part, tensor in tensors.items():
-            site = Site(path, inputs, part)
+            site = ObservedTensor(path, inputs, part)
             if (change := self._writes.get(site)) is not None:
                 changed[part] = change(tensor)
                 self.written[site] = self._number(changed[part])
@@ -201,16 +201,16 @@ class Look:
             self.times.append(self._time)
         return number
 
-    def _once(self) -> dict[Site, Sighting]:
-        found: dict[Site, Sighting] = {}
-        several: set[Site] = set()
+    def _once(self) -> dict[ObservedTensor, Sighting]:
+        found: dict[ObservedTensor, Sighting] = {}
+        several: set[ObservedTensor] = set()
         for each in self.sightings:
             if each.site in found:
                 several.add(each.site)
             found[each.site] = each
         return {site: each for site, each in found.items() if site not in several}
 
-    def tensor(self, site: Site, *, after: bool = False) -> Tensor:
+    def tensor(self, site: ObservedTensor, *, after: bool = False) -> Tensor:
         """Returns the tensor at a site that was passed once, or what it was changed to."""
         sighting = self.sites[site]
         number = self.written.get(site, sighting.value) if after else sighting.value

@@ -9,9 +9,9 @@ from ferrohook.quantity.anatomy.stacks import chains, inside
 from ferrohook.quantity.anatomy.sublayers import Sublayer, Tracer
 
 if TYPE_CHECKING:
-    from ferrohook.quantity.anatomy.blocks import Anatomist, Step
+    from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.looking import Site
+    from ferrohook.quantity.anatomy.looking import ObservedTensor
     from ferrohook.quantity.anatomy.stacks import Block
 
 TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp": "mlp"}
@@ -19,36 +19,36 @@ TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp":
 
 
 @dataclasses.dataclass
-class Part:
+class BlockParts:
     """A block of a stack, taken apart."""
 
     block: Block
     index: int
-    steps: list[Step]
-    results: list[Site | None]
+    steps: list[StreamStep]
+    results: list[ObservedTensor | None]
     """Sites of the results of its steps."""
     sublayers: list[Sublayer]
-    kinds: dict[Site, str] = dataclasses.field(default_factory=dict)
+    kinds: dict[ObservedTensor, str] = dataclasses.field(default_factory=dict)
     """Kinds of its contributions: attention, cross, mixer or mlp."""
-    moving: set[Site] = dataclasses.field(default_factory=set)
+    moving: set[ObservedTensor] = dataclasses.field(default_factory=set)
     """Contributions that depend on what their sublayer takes."""
 
 
 @dataclasses.dataclass
-class Stack:
+class BlockStack:
     """A stack of blocks, taken apart."""
 
     prefix: str
-    parts: list[Part]
+    parts: list[BlockParts]
     broken: dict[int, str]
     """Blocks that are not understood, with the reason."""
     beginning: Beginning | None = None
     ending: Ending | None = None
 
 
-def stacks_of(anatomist: Anatomist) -> list[Stack] | str:
+def stacks_of(anatomist: Anatomist) -> list[BlockStack] | str:
     """Takes apart the stacks of a model, the main one last; the reason if there is none."""
-    found: list[list[Part]] = []
+    found: list[list[BlockParts]] = []
     broken: list[dict[int, str]] = []
     covered: list[str] = []
     failures: list[tuple[int, str]] = []
@@ -72,11 +72,14 @@ def stacks_of(anatomist: Anatomist) -> list[Stack] | str:
     order = sorted(range(len(found)), key=lambda place: found[place][-1].block.call.end)
     names = _prefixes([found[place][0].block.path for place in order])
     return [
-        Stack(name, found[place], broken[place]) for name, place in zip(names, order, strict=True)
+        BlockStack(name, found[place], broken[place])
+        for name, place in zip(names, order, strict=True)
     ]
 
 
-def _taken_apart(anatomist: Anatomist, chain: list[Block]) -> tuple[list[Part], dict[int, str]]:
+def _taken_apart(
+    anatomist: Anatomist, chain: list[Block]
+) -> tuple[list[BlockParts], dict[int, str]]:
     """Returns the blocks of a chain that are understood, and reasons of the others by number."""
     parts, failed = [], {}
     for number, block in zip(_numbers(chain), chain, strict=True):
@@ -87,7 +90,7 @@ def _taken_apart(anatomist: Anatomist, chain: list[Block]) -> tuple[list[Part], 
         tracer = Tracer(anatomist, block, steps)
         results = [tracer.state_site(step.result) for step in steps[:-1]]
         results.append(block.after)
-        parts.append(Part(block, number, steps, results, [*tracer.sublayers()]))
+        parts.append(BlockParts(block, number, steps, results, [*tracer.sublayers()]))
     return parts, failed
 
 

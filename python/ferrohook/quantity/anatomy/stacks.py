@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferrohook.quantity.anatomy.looking import Site
+from ferrohook.quantity.anatomy.looking import ObservedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ferrohook.quantity.anatomy.looking import Call, Look
+    from ferrohook.quantity.anatomy.looking import Look, ModuleCall
 
 _NUMBERED = re.compile(r"\d+$")
 
@@ -18,9 +18,9 @@ _NUMBERED = re.compile(r"\d+$")
 class Block(NamedTuple):
     """A module of a stack in one look, with the places of the stream around it."""
 
-    call: Call
-    before: Site
-    after: Site
+    call: ModuleCall
+    before: ObservedTensor
+    after: ObservedTensor
 
     @property
     def path(self) -> str:
@@ -33,12 +33,12 @@ def chains(look: Look) -> list[list[Block]]:
 
     A chain of one is any numbered module that takes and returns a tensor of one shape.
     """
-    runs: dict[str, list[Call]] = {}
+    runs: dict[str, list[ModuleCall]] = {}
     for call in look.calls:
         if _NUMBERED.search(call.path):
             runs.setdefault(call.path, []).append(call)
     calls = sorted((each[0] for each in runs.values() if len(each) == 1), key=lambda it: it.start)
-    following: dict[str, tuple[Call, Any, Any]] = {}
+    following: dict[str, tuple[ModuleCall, Any, Any]] = {}
     taken: set[str] = set()
     for place, call in enumerate(calls):
         for other in calls[place + 1 :]:
@@ -55,7 +55,7 @@ def chains(look: Look) -> list[list[Block]]:
     )
 
 
-def _link(look: Look, call: Call, other: Call) -> tuple[Any, Any] | None:
+def _link(look: Look, call: ModuleCall, other: ModuleCall) -> tuple[Any, Any] | None:
     """Returns the parts of an output and of an input that are one tensor."""
     for out, value in call.outputs.items():
         if look.values[value].numel() == 1:
@@ -66,7 +66,9 @@ def _link(look: Look, call: Call, other: Call) -> tuple[Any, Any] | None:
     return None
 
 
-def _chain(look: Look, first: Call, following: dict[str, tuple[Call, Any, Any]]) -> list[Block]:
+def _chain(
+    look: Look, first: ModuleCall, following: dict[str, tuple[ModuleCall, Any, Any]]
+) -> list[Block]:
     calls, links = [first], []
     while (step := following.get(calls[-1].path)) is not None:
         calls.append(step[0])
@@ -83,11 +85,15 @@ def _chain(look: Look, first: Call, following: dict[str, tuple[Call, Any, Any]])
     for call, part, out in zip(calls, parts, outs, strict=True):
         if part not in call.inputs or out not in call.outputs:
             return []
-        blocks.append(Block(call, Site.input(call.path, part), Site.output(call.path, out)))
+        blocks.append(
+            Block(
+                call, ObservedTensor.input(call.path, part), ObservedTensor.output(call.path, out)
+            )
+        )
     return blocks
 
 
-def _same_shape(look: Look, call: Call) -> tuple[Any, Any] | None:
+def _same_shape(look: Look, call: ModuleCall) -> tuple[Any, Any] | None:
     for out, value in call.outputs.items():
         for part, taken in call.inputs.items():
             if look.values[value].shape == look.values[taken].shape:

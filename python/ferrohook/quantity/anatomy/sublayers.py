@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrohook.quantity.anatomy.looking import Hidden, Site
+from ferrohook.quantity.anatomy.looking import Hidden, ObservedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ferrohook.quantity.anatomy.blocks import Anatomist, Step
-    from ferrohook.quantity.anatomy.looking import Call
+    from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
+    from ferrohook.quantity.anatomy.looking import ModuleCall
     from ferrohook.quantity.anatomy.stacks import Block
 
 
 class Entry(NamedTuple):
     """What a sublayer takes of the stream."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[ObservedTensor, ...]
     """One, or those of a module that takes it several times, as query, key and value."""
     state: int
     """Value of the stream that it is computed from."""
@@ -28,15 +28,15 @@ class Entry(NamedTuple):
 class Sublayer(NamedTuple):
     """A contribution to the stream, and what it is computed from."""
 
-    contribution: Site
+    contribution: ObservedTensor
     step: int
     """Place of its step in the block."""
     term: int
     """Place among the contributions of the step."""
     entry: Entry | None
-    last: Site | None
+    last: ObservedTensor | None
     """Input of the last projection, and its output."""
-    projected: Site | None
+    projected: ObservedTensor | None
     norm: str | None
     """Path of the norm between the last projection and the contribution."""
     inside: frozenset[str]
@@ -46,7 +46,7 @@ class Sublayer(NamedTuple):
 class Tracer:
     """Follows values of a block back to the stream."""
 
-    def __init__(self, anatomist: Anatomist, block: Block, steps: list[Step]) -> None:
+    def __init__(self, anatomist: Anatomist, block: Block, steps: list[StreamStep]) -> None:
         self._look = anatomist.look
         prefix = f"{block.path}."
         self._calls = sorted(
@@ -58,7 +58,7 @@ class Tracer:
         self._steps = steps
         states = [steps[0].source, *(each.result for each in steps)]
         self._states = states
-        self._norms: dict[int, Call] = {}
+        self._norms: dict[int, ModuleCall] = {}
         """Norms of the stream, by what they return."""
         for call in self._calls:
             (*taken,) = call.inputs.values()
@@ -89,7 +89,7 @@ class Tracer:
             if each.value == value and (each.site.path.startswith(prefix) or each.site == own)
         )
 
-    def output_site(self, value: int, end: int | None = None) -> Site | None:
+    def output_site(self, value: int, end: int | None = None) -> ObservedTensor | None:
         """Returns the site of the last output that is a value before a time, or of an input."""
         found = [
             each
@@ -103,19 +103,19 @@ class Tracer:
         outputs = [each.site for each in found if not each.site.inputs]
         return outputs[-1] if outputs else found[0].site if found else None
 
-    def state_site(self, value: int) -> Site | None:
+    def state_site(self, value: int) -> ObservedTensor | None:
         """Returns the site of a value of the stream: of the outermost module that computes it.
 
         Failing that, the first input.
         """
         calls = self._producers(value)
-        outer: Call | None = None
+        outer: ModuleCall | None = None
         for call in sorted(calls, key=lambda it: it.end):
             if outer is None or (call.start < outer.start and call.end > outer.end):
                 outer = call
         if outer is not None:
             part = next(part for part, each in outer.outputs.items() if each == value)
-            site = Site.output(outer.path, part)
+            site = ObservedTensor.output(outer.path, part)
             if site in self._look.sites:
                 return site
         inputs = (
@@ -129,13 +129,13 @@ class Tracer:
         )
         return next(inputs, None)
 
-    def _producers(self, value: int) -> list[Call]:
+    def _producers(self, value: int) -> list[ModuleCall]:
         return [call for call in self._calls if value in call.outputs.values()]
 
-    def _consumers(self, value: int) -> list[Call]:
+    def _consumers(self, value: int) -> list[ModuleCall]:
         return [call for call in self._calls if value in call.inputs.values()]
 
-    def _enclosing(self, call: Call) -> Call | None:
+    def _enclosing(self, call: ModuleCall) -> ModuleCall | None:
         outer = [each for each in self._calls if each.start < call.start and each.end > call.end]
         return outer[-1] if outer else None
 
@@ -143,7 +143,7 @@ class Tracer:
         """Finds what a contribution is computed from: a norm of the stream, or the stream."""
         waiting, done = [value], {value}
         normed: set[int] = set()
-        plain: dict[Site, int] = {}
+        plain: dict[ObservedTensor, int] = {}
         while waiting:
             number = waiting.pop()
             if number in self._norms and {*self._norms[number].inputs.values()} <= states:
@@ -155,7 +155,7 @@ class Tracer:
             followed.add(call.path)
             for part, taken in call.inputs.items():
                 if taken in states:
-                    plain[Site.input(call.path, part)] = taken
+                    plain[ObservedTensor.input(call.path, part)] = taken
                 elif taken not in done:
                     done.add(taken)
                     waiting.append(taken)
@@ -163,7 +163,7 @@ class Tracer:
             call = self._norms[normed.pop()]
             (part,) = call.outputs
             (state,) = call.inputs.values()
-            site = Site.output(call.path, part)
+            site = ObservedTensor.output(call.path, part)
             return Entry((site,), state, call.path) if site in self._look.sites else None
         if not normed and not plain:
             return self._first_taker(value, followed)
@@ -173,7 +173,7 @@ class Tracer:
             return None
         return Entry(sites, plain[sites[0]], None)
 
-    def _maker(self, value: int) -> Call | None:
+    def _maker(self, value: int) -> ModuleCall | None:
         """Returns the call that computes a value, or in whose own code it is computed."""
         # Not a dropout in eval mode, which returns what it takes.
         made = (it for it in self._producers(value) if value not in it.inputs.values())
@@ -211,10 +211,10 @@ class Tracer:
         if taken in self._norms:
             norm = self._norms[taken]
             (part,) = norm.outputs
-            return Entry((Site.output(norm.path, part),), step.source, norm.path)
-        return Entry((Site.input(takers[0].path, part),), step.source, None)
+            return Entry((ObservedTensor.output(norm.path, part),), step.source, norm.path)
+        return Entry((ObservedTensor.input(takers[0].path, part),), step.source, None)
 
-    def _last(self, value: int) -> tuple[Site | None, Site | None, str | None]:
+    def _last(self, value: int) -> tuple[ObservedTensor | None, ObservedTensor | None, str | None]:
         """Finds the last projection before a contribution."""
         norm = None
         calls = self._producers(value)
@@ -238,11 +238,11 @@ class Tracer:
             call.inputs,
             [p for p, it in call.outputs.items() if it == value][:1],
         )
-        site = Site.input(call.path, taken_part)
-        output = Site.output(call.path, part)
+        site = ObservedTensor.input(call.path, taken_part)
+        output = ObservedTensor.output(call.path, part)
         if not {site, output} <= self._look.sites.keys() or isinstance(taken_part, Hidden):
             return None, None, None
         return site, output, norm
 
-    def _children(self, call: Call) -> bool:
+    def _children(self, call: ModuleCall) -> bool:
         return any(each.path.startswith(f"{call.path}.") for each in self._calls)

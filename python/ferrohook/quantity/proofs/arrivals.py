@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.quantity.anatomy.looking import Example, Site
-    from ferrohook.quantity.anatomy.parts import Part, Stack
+    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.proofs.proved import Proved
 
 
@@ -28,7 +28,7 @@ class Arrivals:
         stacks: of the model.
     """
 
-    def __init__(self, model: nn.Module, example: Example, stacks: Sequence[Stack]) -> None:
+    def __init__(self, model: nn.Module, example: Example, stacks: Sequence[BlockStack]) -> None:
         self._model = model
         self._example = example
         self._stacks = stacks
@@ -51,7 +51,7 @@ class Arrivals:
             each.writable = each.name in residuals
             each.residual = max(each.residual, residuals.get(each.name, 0.0))
 
-    def _residuals(self, written: dict[str, Site]) -> dict[str, float]:
+    def _residuals(self, written: dict[str, ObservedTensor]) -> dict[str, float]:
         """Returns residuals of the names whose equations hold while all of them are written to."""
         try:
             look = Look(self._model, self._example, dict.fromkeys(written.values(), noise(0.5)))
@@ -72,7 +72,7 @@ class Arrivals:
         }
 
 
-def _check_part(check: Checks, stack: Stack, part: Part) -> None:
+def _check_part(check: Checks, stack: BlockStack, part: BlockParts) -> None:
     prefix, index = stack.prefix, part.index
     names = [f"{prefix}resid_pre.{index}", f"{prefix}resid_post.{index}"]
     names += [f"{prefix}resid_mid.{index}"]

@@ -42,7 +42,7 @@ class Inside(NamedTuple):
         return DIMENSIONS[self.point]
 
 
-class Heads(NamedTuple):
+class FoundHeads(NamedTuple):
     """What a look found inside one attention module."""
 
     inside: tuple[Inside, ...]
@@ -54,7 +54,7 @@ class Heads(NamedTuple):
 
 def look_inside(
     model: nn.Module, call: Callable[[], Any], tokens: int | None = None
-) -> dict[str, Heads]:
+) -> dict[str, FoundHeads]:
     """Proves the quantities inside the attention modules of a model.
 
     The model's own eager attention, whatever function it runs by, says what the pattern of q and k
@@ -84,14 +84,14 @@ def look_inside(
     for name, (first, *others) in found.items():
         if others:
             reason = f"its module calls {len(others) + 1} attention functions in a forward"
-            heads[name] = Heads((), dict.fromkeys(POINTS, reason), first.z.flatten(2))
+            heads[name] = FoundHeads((), dict.fromkeys(POINTS, reason), first.z.flatten(2))
         else:
             arrives = {point: name in written[point] for point in POINTS}
             heads[name] = _proved(first, arrives)
     return heads
 
 
-def _proved(attended: Attended, arrives: Mapping[str, bool]) -> Heads:
+def _proved(attended: Attended, arrives: Mapping[str, bool]) -> FoundHeads:
     _, q, k, v, z, _ = attended
     tensors = {"q": q, "k": k, "v": v, "z": z}
     flat = z.flatten(2)
@@ -100,12 +100,12 @@ def _proved(attended: Attended, arrives: Mapping[str, bool]) -> Heads:
         residual = _residual(attended_to(pattern, v), z)
     except (HookError, RuntimeError, TypeError, ValueError) as error:  # of the model's own function
         reason = f"its eager attention fails: {error}"
-        return Heads((), dict.fromkeys(POINTS, reason), flat)
+        return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
     if not residual <= _tolerance(z, pattern):
         reason = f"pattern @ v = z fails by {residual:.1e}"
-        return Heads((), dict.fromkeys(POINTS, reason), flat)
+        return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
     tensors["pattern"] = pattern
-    return Heads(
+    return FoundHeads(
         tuple(Inside(name, tuple(tensors[name].shape), residual, arrives[name]) for name in POINTS),
         {},
         flat,

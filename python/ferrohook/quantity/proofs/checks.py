@@ -15,9 +15,9 @@ from ferrohook.quantity.anatomy.equations import rounding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook.quantity.anatomy.blocks import Step
+    from ferrohook.quantity.anatomy.blocks import StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.looking import Look, Site
+    from ferrohook.quantity.anatomy.looking import Look, ObservedTensor
     from ferrohook.quantity.anatomy.sublayers import Entry, Sublayer
 
 _ROUNDINGS: Final = 64
@@ -43,10 +43,10 @@ class Checks:
     def sums(
         self,
         names: list[str],
-        before: Site,
-        steps: list[Step],
-        results: Sequence[Site | None],
-        terms: dict[tuple[int, int], Site],
+        before: ObservedTensor,
+        steps: list[StreamStep],
+        results: Sequence[ObservedTensor | None],
+        terms: dict[tuple[int, int], ObservedTensor],
     ) -> None:
         """Checks the steps of a block."""
         state = self._after(before)
@@ -67,7 +67,7 @@ class Checks:
         if state is None:
             self._fail(names)
 
-    def enters(self, name: str, state: Site, entry: Entry) -> None:
+    def enters(self, name: str, state: ObservedTensor, entry: Entry) -> None:
         """Checks what a sublayer takes of the stream."""
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
@@ -85,7 +85,7 @@ class Checks:
             projected = self._through(sublayer.norm, projected)
         self._compare([name], self._before(sublayer.contribution), projected)
 
-    def begins(self, name: str, began: Beginning, stream: Site) -> None:
+    def begins(self, name: str, began: Beginning, stream: ObservedTensor) -> None:
         """Checks how the stream begins."""
         embed = self._after(began.embed)
         if embed is None:
@@ -104,7 +104,7 @@ class Checks:
             state = None if state is None else self._through(path, state)
         self._compare([name], self._before(stream), state)
 
-    def ends(self, ended: Ending, stream: Site) -> None:
+    def ends(self, ended: Ending, stream: ObservedTensor) -> None:
         """Checks how the stream ends."""
         state = self._after(stream)
         if ended.norm is not None:
@@ -122,10 +122,10 @@ class Checks:
         names = ["logits", *(["final_norm"] if ended.norm is not None else [])]
         self._compare(names, self._before(ended.logits), state)
 
-    def _before(self, site: Site) -> Tensor | None:
+    def _before(self, site: ObservedTensor) -> Tensor | None:
         return self._look.tensor(site) if site in self._look.sites else None
 
-    def _after(self, site: Site) -> Tensor | None:
+    def _after(self, site: ObservedTensor) -> Tensor | None:
         return self._look.tensor(site, after=True) if site in self._look.sites else None
 
     def _through(self, path: str, tensor: Tensor) -> Tensor | None:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook.quantity.anatomy.looking import Example, Site
-    from ferrohook.quantity.anatomy.parts import Part, Stack
+    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.sublayers import Sublayer
-    from ferrohook.quantity.proofs.attention import Heads
+    from ferrohook.quantity.proofs.attention import FoundHeads
 
 
 class Classifier:
@@ -33,14 +33,14 @@ class Classifier:
     """
 
     def __init__(
-        self, model: nn.Module, example: Example, look: Look, heads: Mapping[str, Heads]
+        self, model: nn.Module, example: Example, look: Look, heads: Mapping[str, FoundHeads]
     ) -> None:
         self._model = model
         self._example = example
         self._look = look
         self._heads = heads
 
-    def classify(self, stack: Stack, others: Sequence[Stack]) -> None:
+    def classify(self, stack: BlockStack, others: Sequence[BlockStack]) -> None:
         """Tells the kinds of a stack's contributions; cross-attention reads `others`."""
         entries = {
             site
@@ -62,7 +62,7 @@ class Classifier:
                     self._tell(part, each, moved, same, elsewhere)
 
     def _tell(
-        self, part: Part, each: Sublayer, moved: Look, same: Look, elsewhere: Look | None
+        self, part: BlockParts, each: Sublayer, moved: Look, same: Look, elsewhere: Look | None
     ) -> None:
         site = each.contribution
         own = _positions(self._look.tensor(site))
@@ -85,12 +85,12 @@ class Classifier:
 
     def _held(
         self,
-        clean: Mapping[Site, Tensor],
+        clean: Mapping[ObservedTensor, Tensor],
         change: Callable[[Tensor], Tensor] | None,
-        more: Mapping[Site, Callable[[Tensor], Tensor]] | None = None,
+        more: Mapping[ObservedTensor, Callable[[Tensor], Tensor]] | None = None,
     ) -> Look | None:
         """Looks while each sublayer takes what it took before, changed; None if the model fails."""
-        writes: dict[Site, Any] = {**(more or {})}
+        writes: dict[ObservedTensor, Any] = {**(more or {})}
         for site, tensor in clean.items():
             writes[site] = _replacing(tensor if change is None else change(tensor))
         try:

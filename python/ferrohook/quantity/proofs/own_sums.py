@@ -9,8 +9,8 @@ from ferrohook.quantity.anatomy.equations import fit, rounding
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.quantity.anatomy.looking import Look, Site
-    from ferrohook.quantity.anatomy.parts import Part
+    from ferrohook.quantity.anatomy.looking import Look, ObservedTensor
+    from ferrohook.quantity.anatomy.parts import BlockParts
     from ferrohook.quantity.anatomy.sublayers import Sublayer
 
 
@@ -26,7 +26,7 @@ class OwnSums:
         self._look = look
         self._first = first
 
-    def residual(self, part: Part, steps: int | None = None) -> float | str:
+    def residual(self, part: BlockParts, steps: int | None = None) -> float | str:
         """Returns the largest residual of the sums of a block, or of its first steps.
 
         The reason if one fails.
@@ -41,12 +41,12 @@ class OwnSums:
             largest = max(largest, found[1])
         return largest
 
-    def multiplier(self, part: Part, each: Sublayer) -> float:
+    def multiplier(self, part: BlockParts, each: Sublayer) -> float:
         """Returns the multiplier of a contribution to a block whose sums hold."""
         found = self._multipliers(part, each.step)
         return 1.0 if isinstance(found, str) else found[0][1 + each.term]
 
-    def _multipliers(self, part: Part, number: int) -> tuple[tuple[float, ...], float] | str:
+    def _multipliers(self, part: BlockParts, number: int) -> tuple[tuple[float, ...], float] | str:
         """Returns the multipliers of a step, solved for, and the residual; the reason if none."""
         step = part.steps[number]
         tensors = self._tensors(part, number)
@@ -61,7 +61,7 @@ class OwnSums:
             return solved.multipliers, solved.residual
         return f"its sum fails by {solved.residual:.1e} with the model's own parameters"
 
-    def _tensors(self, part: Part, number: int) -> tuple[Tensor, list[Tensor]] | str:
+    def _tensors(self, part: BlockParts, number: int) -> tuple[Tensor, list[Tensor]] | str:
         """Returns the sum of a step and its terms; the reason if one of them is nowhere."""
         step = part.steps[number]
         found = []
@@ -73,7 +73,7 @@ class OwnSums:
         total, *terms = found
         return total, terms
 
-    def _several(self, part: Part, value: int) -> str:
+    def _several(self, part: BlockParts, value: int) -> str:
         """Returns the reason for a value that no module passes once."""
         prefix = f"{part.block.path}."
         paths = {it.site.path for it in self._look.sightings if it.value == value}
@@ -83,7 +83,7 @@ class OwnSums:
             f"{', '.join(inside) or 'none in the block'}"
         )
 
-    def _site(self, part: Part, value: int) -> Site | None:
+    def _site(self, part: BlockParts, value: int) -> ObservedTensor | None:
         if value == part.steps[0].source:
             return part.block.before
         if value == part.steps[-1].result:

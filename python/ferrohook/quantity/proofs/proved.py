@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ferrohook.quantity.anatomy.looking import Example, Site
+    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
 
 
 @dataclasses.dataclass
@@ -14,7 +14,7 @@ class Proved:
     """A quantity at a place, with the equation that proves it."""
 
     name: str
-    site: Site
+    site: ObservedTensor
     shape: tuple[int, ...]
     equation: str
     residual: float = 0.0

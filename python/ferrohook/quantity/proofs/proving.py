@@ -19,7 +19,7 @@ from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import ALIKE, fit
 from ferrohook.quantity.anatomy.looking import (
     Look,
-    Site,
+    ObservedTensor,
     example_of,
     make_generic,
     structural_copy,
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.quantity.anatomy.looking import Example
-    from ferrohook.quantity.anatomy.parts import Part, Stack
+    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.sublayers import Sublayer
-    from ferrohook.quantity.proofs.attention import Heads
+    from ferrohook.quantity.proofs.attention import FoundHeads
     from ferrohook.quantity.proofs.routers import Routed
 
 
@@ -77,7 +77,7 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             generic(*example.args, **example.kwargs)
 
     tokens = None if example.shape is None else example.shape[1]
-    return _Prover(generic, example, first, look_inside(generic, call, tokens)).findings()
+    return _ModelProver(generic, example, first, look_inside(generic, call, tokens)).findings()
 
 
 def _check_same(model: nn.Module, one: Look, other: Look) -> None:
@@ -100,13 +100,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return float((one.double() - other.double()).abs().max()) <= ALIKE * size
 
 
-def _where(site: Site) -> str:
+def _where(site: ObservedTensor) -> str:
     phase = "input" if site.inputs else "output"
     part = "" if site.part is None else f"[{site.part!r}]"
     return f"the {phase}{part} of {site.path or 'the model'!r}"
 
 
-class _Prover:
+class _ModelProver:
     """Proves the quantities of one model.
 
     Args:
@@ -117,7 +117,7 @@ class _Prover:
     """
 
     def __init__(
-        self, model: nn.Module, example: Example, first: Look, heads: dict[str, Heads]
+        self, model: nn.Module, example: Example, first: Look, heads: dict[str, FoundHeads]
     ) -> None:
         self._model = model
         self._example = example
@@ -154,7 +154,7 @@ class _Prover:
                 each.writable |= each.name in arrived
         return Findings(self._proved, self._missing, self._example)
 
-    def _name(self, stack: Stack, part: Part) -> None:
+    def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix
         residual = self._sums.residual(part)
         if isinstance(residual, str):
@@ -180,7 +180,7 @@ class _Prover:
         self._mid(stack, part)
         self._router(stack, part)
 
-    def _router(self, stack: Stack, part: Part) -> None:
+    def _router(self, stack: BlockStack, part: BlockParts) -> None:
         """Finds the logits by which experts are chosen."""
         if not self._has_experts(part):
             return
@@ -198,7 +198,7 @@ class _Prover:
         self._routed[name] = found
         self._add(name, found.site, found.equation, max(residual, found.residual))
 
-    def _has_experts(self, part: Part) -> bool:
+    def _has_experts(self, part: BlockParts) -> bool:
         prefix = f"{part.block.path}."
         apart = {
             path.removeprefix(prefix)
@@ -209,7 +209,7 @@ class _Prover:
         block = self._model.get_submodule(part.block.path)
         return has_experts(block, apart) or any(weighed(self._look, part.block.path))
 
-    def _mid(self, stack: Stack, part: Part) -> None:
+    def _mid(self, stack: BlockStack, part: BlockParts) -> None:
         name = f"{stack.prefix}resid_mid.{part.index}"
         found = self._mid_step(part)
         if isinstance(found, str):
@@ -225,7 +225,7 @@ class _Prover:
             return
         self._add(name, site, _sum_text(part, found), residual)
 
-    def _mid_step(self, part: Part) -> int | str:
+    def _mid_step(self, part: BlockParts) -> int | str:
         """Returns the number of steps before the stream between attention and mlp."""
         kinds = [(each.step, part.kinds.get(each.contribution)) for each in part.sublayers]
         pointwise = [step for step, kind in kinds if kind == "mlp"]
@@ -238,7 +238,7 @@ class _Prover:
         return min(pointwise)
 
     def _sublayer(
-        self, stack: Stack, part: Part, each: Sublayer, title: str, residual: float
+        self, stack: BlockStack, part: BlockParts, each: Sublayer, title: str, residual: float
     ) -> None:
         prefix, index = stack.prefix, part.index
         multiplier = self._sums.multiplier(part, each)
@@ -274,7 +274,7 @@ class _Prover:
         text = f"{_times(multiplier)}{shown} = {title}_out"
         self._add(f"{prefix}{inner}.{index}", each.last, text)
 
-    def _points(self, stack: Stack, part: Part, each: Sublayer) -> bool:
+    def _points(self, stack: BlockStack, part: BlockParts, each: Sublayer) -> bool:
         """Adds what is proved inside an attention module; returns False if z is not among it."""
         paths = sorted(self._heads.keys() & each.inside)
         if len(paths) != 1:
@@ -287,7 +287,7 @@ class _Prover:
                 self._missing.setdefault(f"{stack.prefix}{point}.{part.index}", reason)
             return False
         heads = self._heads[paths[0]]
-        site = Site.output(paths[0], None)
+        site = ObservedTensor.output(paths[0], None)
         for it in heads.inside:
             name = f"{stack.prefix}{it.point}.{part.index}"
             self._proved.append(
@@ -297,7 +297,7 @@ class _Prover:
             self._missing[f"{stack.prefix}{point}.{part.index}"] = reason
         return any(it.point == "z" for it in heads.inside)
 
-    def _state_name(self, part: Part, value: int) -> str:
+    def _state_name(self, part: BlockParts, value: int) -> str:
         """Returns the equation of the stream in a block, as far as a value of it."""
         if value == part.steps[0].source:
             return "resid_pre"
@@ -306,7 +306,7 @@ class _Prover:
         return "resid_mid" if done == mid else _sum_text(part, done).partition(" = ")[0]
 
     def _add(
-        self, name: str, site: Site, equation: str, residual: float = 0.0, **more: Any
+        self, name: str, site: ObservedTensor, equation: str, residual: float = 0.0, **more: Any
     ) -> None:
         if site not in self._first.sites:
             self._missing[name] = f"{_where(site)} was passed several times, or not at all"
@@ -314,7 +314,7 @@ class _Prover:
         shape = self._first.sites[site].shape
         self._proved.append(Proved(name, site, shape, equation, residual, **more))
 
-    def _around(self, stack: Stack) -> None:
+    def _around(self, stack: BlockStack) -> None:
         """Finds what is before the first block and behind the last."""
         first, last = stack.parts[0].block, stack.parts[-1].block
         stream = self._look.sites[first.before].value
@@ -365,7 +365,7 @@ def _times(multiplier: float) -> str:
     return "" if multiplier == 1 else f"{multiplier:.6g} * "
 
 
-def _sum_text(part: Part, steps: int | None = None) -> str:
+def _sum_text(part: BlockParts, steps: int | None = None) -> str:
     """Returns the sums of a block, or of its first steps, as an equation."""
     text = "resid_pre"
     names = {

@@ -18,7 +18,7 @@ from ferrohook.util.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from ferrohook.quantity.anatomy.looking import Example, Site
+    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
 
 _ROUNDINGS: Final = 64
 _LEAST_EXPERTS: Final = 2
@@ -77,7 +77,7 @@ class Routed(NamedTuple):
 
     path: str
     """Module that has the experts."""
-    site: Site
+    site: ObservedTensor
     form: str
     """Key of the form of the weights."""
     multiplier: float
@@ -227,7 +227,7 @@ def _shares(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _candidates(look: Look, prefix: str, choice: Weighed) -> list[tuple[Site, Tensor]]:
+def _candidates(look: Look, prefix: str, choice: Weighed) -> list[tuple[ObservedTensor, Tensor]]:
     """Returns outputs with a number for each expert, in the order in which they were seen."""
     positions, least = len(choice.numbers), int(choice.numbers.max()) + 1
     found = []
