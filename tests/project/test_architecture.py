@@ -470,3 +470,14 @@ def test_the_page_lists_what_rust_asks_of_python() -> None:
     assert listed - asked == set(), "names that Rust does not ask for"
     missing = asked & python_names() - names_of_others() - NATIVE_NAMES - listed
     assert missing == set(), "names of the package that the page leaves out"
+
+
+def test_a_class_name_is_defined_once() -> None:
+    files: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "python").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(found) for name, found in files.items() if len(found) > 1}
+    twice.pop("HookError")  # mi_crow's own class of that name is part of its interface
+    assert not twice
