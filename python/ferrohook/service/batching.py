@@ -302,7 +302,7 @@ class Batcher(Generic[In, Out]):
         members: dict[WaitingRequest[In], Request | None] = {}
         for ticket in tickets:
             with contextlib.suppress(Exception):  # which it gets in a forward of its own
-                request = ticket.open()
+                request = ticket.open(shared=True)
                 if request is None or shares_forwards(request):
                     members[ticket] = request
                 else:
@@ -354,7 +354,7 @@ class Batcher(Generic[In, Out]):
         """Computes one ticket in the context that submitted it."""
         request = output = error = None
         try:
-            request = ticket.open()
+            request = ticket.open(shared=False)
             with request or contextlib.nullcontext():
                 output = self._forward([ticket])
             with self._changed:

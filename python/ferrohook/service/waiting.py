@@ -52,12 +52,17 @@ class WaitingRequest(Generic[In]):
     span: Any = dataclasses.field(default_factory=current_span)
     arrival: float = dataclasses.field(default_factory=monotonic)
 
-    def open(self) -> Request | None:
-        """Opens the request of its plan, for one forward; None without a plan."""
+    def open(self, *, shared: bool) -> Request | None:
+        """Opens the request of its plan; None without a plan.
+
+        Args:
+            shared: for a batch, in which the request's deadline holds; else the deadline is that of
+                the context.
+        """
         if self.open_request is None:
             return None
         request = self.open_request()
-        if self.deadline < math.inf:
+        if shared and self.deadline < math.inf:
             request.expire(max(0.0, self.deadline - monotonic()))
         return request
 

@@ -270,8 +270,13 @@ impl<'py> MadeClass<'py> {
 /// Returns the reference of an instrumented module's dispatcher to its module; None for a plain
 /// module.
 pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>> {
-    let dispatcher = dispatcher_in(&instance_dict(module)?)?;
-    Ok(dispatcher.map(|dispatcher| Arc::clone(&dispatcher.get().module)))
+    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
+        return Ok(None);
+    };
+    let reference = &dispatcher.get().module;
+    // That of a copied module has none yet.
+    reference.set(PyWeakrefReference::new(module)?.unbind());
+    Ok(Some(Arc::clone(reference)))
 }
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
