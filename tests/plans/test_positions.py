@@ -223,9 +223,8 @@ def test_parts_of_a_batch_go_by_its_positions_until_it_is_left(pair: tuple[Any, 
         for places, calls in ((positions("right")[:, :LONGEST], 2), (None, 1)):
             requests = [prepared.open() for _ in LENGTHS]
             rows = {each: row for row, each in enumerate(requests)}
-            with fh.batch(
-                rows, positions=places, lengths=dict(zip(requests, LENGTHS, strict=True))
-            ):
+            lengths = dict(zip(requests, LENGTHS, strict=True)) if places is not None else None
+            with fh.batch(rows, positions=places, lengths=lengths):
                 model(ids, attention_mask=mask)
                 part(x)
             for request in requests:
