@@ -11,7 +11,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.engines import Span, Step
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 WIDTH = 4
 PLAN = fh.Plan(fh.on("0", fh.Scale(2.0)), fh.keep("0"))

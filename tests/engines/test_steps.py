@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ferrohook.engines import Capabilities, Span, Step, capabilities
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 
 def test_rows_of_nobody_have_no_position() -> None:

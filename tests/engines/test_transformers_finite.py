@@ -22,7 +22,7 @@ from transformers import (
 
 import ferrohook as fh
 from ferrohook.engines import transformers
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from support import amounts
 from support.engines import EOS, SIZES, WIDTH, batching, greedy
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 import ferrohook as fh
 from ferrohook.engines import transformers
-from ferrohook.util.errors import CaptureBudgetError, HookError, HookTypeError, SelectionError
+from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, SelectionError
 from support.engines import WIDTH, Change, Job, batching, greedy, tiny_llama
 
 if TYPE_CHECKING:

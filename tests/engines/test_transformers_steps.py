@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from ferrohook.engines import Span, Step, capabilities, transformers
 from ferrohook.engines.transformers import steps as transformers_steps
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from support.engines import Job, batching, greedy, random_jobs, tiny_llama
 
 if TYPE_CHECKING:

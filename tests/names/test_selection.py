@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.names.select import select
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from ferrohook.analysis.calls import ModelCall, score
 from ferrohook.analysis.patching import as_effects, dimensions_of
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import at_least
-from ferrohook.util.errors import HookError, HookTypeError
 from ferrohook.util.tensors import leaves_by_path, map_tensors, tensors_in
 
 if TYPE_CHECKING:

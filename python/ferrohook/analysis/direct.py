@@ -12,7 +12,7 @@ from ferrohook.analysis.calls import ModelCall, relative_distance, tolerance
 from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:

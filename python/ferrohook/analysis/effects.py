@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.plot import pictures
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.tables import html_table, text_table
 from ferrohook.util.texts import missing_package
 

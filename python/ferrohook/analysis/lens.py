@@ -19,9 +19,9 @@ from ferrohook.analysis.calls import (
 from ferrohook.analysis.effects import check_tokens
 from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.plot import pictures
 from ferrohook.util.arguments import OutputIndex, at_least
-from ferrohook.util.errors import HookError, HookTypeError
 from ferrohook.util.progress import progress_bar
 from ferrohook.util.tables import html_table, text_table
 

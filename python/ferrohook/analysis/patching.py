@@ -11,7 +11,7 @@ from ferrohook.analysis.calls import ModelCall, score
 from ferrohook.analysis.effects import Effects, check_labelled
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook.analysis.calls import check_repeatable, score, variants
+from ferrohook.errors import HookError
 from ferrohook.util.arguments import at_least
-from ferrohook.util.errors import HookError
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:

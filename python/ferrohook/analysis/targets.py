@@ -11,12 +11,12 @@ from torch import Tensor
 from ferrohook.analysis.calls import score
 from ferrohook.attach.never_fired import explain
 from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.spelling import from_lens
 from ferrohook.quantity import places_of, quantities
 from ferrohook.registration.register import register
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import OutputIndex, at_least, expect_module
-from ferrohook.util.errors import HookError, HookTypeError
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Dispatcher
-from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

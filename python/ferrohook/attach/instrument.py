@@ -46,8 +46,8 @@ from ferrohook.attach.hook_info import find_registry
 from ferrohook.attach.module import keeps_state_in_torch_hooks
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import trace_as, traced_dispatch
+from ferrohook.errors import HookError, NotInstrumentedWarning, ReplacedWarning
 from ferrohook.names.select import select as _select
-from ferrohook.util.errors import HookError, NotInstrumentedWarning, ReplacedWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

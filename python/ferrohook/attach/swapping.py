@@ -16,7 +16,7 @@ from torch.ao import quantization
 
 from ferrohook.attach.classes import plain_class
 from ferrohook.attach.hook_info import find_registry
-from ferrohook.util.errors import ReplacedWarning
+from ferrohook.errors import ReplacedWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

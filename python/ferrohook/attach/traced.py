@@ -28,7 +28,7 @@ from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.backward import UNTRACED, BackwardPass
 from ferrohook.attach.dynamo import patch_dynamo
 from ferrohook.effects.formulas import change, change_part, part_of, prepared_vector
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 from ferrohook.util.never_trace import after_dynamo_import, never_trace_frame
 from ferrohook.util.tensors import parts
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 from torch import jit, nn
 
 from ferrohook.attach.classes import common_subclass, plain_class
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

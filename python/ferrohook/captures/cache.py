@@ -12,9 +12,9 @@ from torch import Tensor
 from ferrohook._core import CacheBase
 from ferrohook.captures import tensor_files
 from ferrohook.captures.captured import CapturedView, Gradients, not_captured
+from ferrohook.errors import SelectionError
 from ferrohook.names.select import select_names
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import SelectionError
 from ferrohook.util.tables import as_frame, as_html, as_text, rows_of
 from ferrohook.util.tensors import map_tensors, nbytes, padded, tensors_in
 

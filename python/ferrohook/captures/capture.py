@@ -11,10 +11,10 @@ from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.captures.cache import ActivationCache, V_co, cache_of
 from ferrohook.captures.recorders import CaptureOptions, Recorders, options_of
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning
 from ferrohook.names.places import modules_of
 from ferrohook.quantity import places_of
 from ferrohook.registration.scopes import Scope
-from ferrohook.util.errors import HookError, HookTypeError, NeverFiredWarning
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrohook._core import CapturedBase
 from ferrohook.captures.pending import finish
-from ferrohook.util.errors import SelectionError
+from ferrohook.errors import SelectionError
 from ferrohook.util.tensors import after_transforms, as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:

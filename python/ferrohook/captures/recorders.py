@@ -13,8 +13,8 @@ from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.captures.convert import check_index, converter
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import at_least, check_copy, check_output_index, expect
-from ferrohook.util.errors import HookTypeError
 from ferrohook.util.host_copies import HostCopies
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import crc32
-from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.tensors import nested_of, parts
 from ferrohook.util.texts import missing_package, with_article
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.util.errors import StaleActivationError
+from ferrohook.errors import StaleActivationError
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ferrohook import __version__
 from ferrohook.cli import collect, completion, doctor, inspect, quantities, tree, verify
 from ferrohook.cli.errors import UserError, describe, to_line
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

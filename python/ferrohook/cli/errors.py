@@ -60,7 +60,7 @@ def need(package: str) -> None:
 @contextmanager
 def warnings_as_lines(command: str) -> Iterator[None]:
     """Prints ferrohook's warnings of a block on stderr, in one line each."""
-    from ferrohook.util.errors import NeverFiredWarning, UnverifiedWarning
+    from ferrohook.errors import NeverFiredWarning, UnverifiedWarning
 
     with warnings.catch_warnings(record=True) as caught:
         for category in (NeverFiredWarning, UnverifiedWarning):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from ferrohook.util.suggestions import closest_to
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ from ferrohook.client.errors import (
     made,
 )
 from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
+from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
 from ferrohook.util.arguments import describe, expect
-from ferrohook.util.errors import HookTypeError, NeverFiredWarning
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:

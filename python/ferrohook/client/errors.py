@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -34,8 +34,8 @@ from ferrohook.client.calls import plan_text
 from ferrohook.client.clients import AsyncClient
 from ferrohook.client.errors import UnavailableError
 from ferrohook.engines.wire import NAME
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.plans import Plan
-from ferrohook.util.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from inspect_ai.model import ChatMessage

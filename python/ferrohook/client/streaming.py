@@ -12,7 +12,7 @@ from ferrohook.client.answers import Generated
 from ferrohook.client.calls import proof_in
 from ferrohook.client.errors import UnavailableError, error_of_event, unreachable
 from ferrohook.engines.wire import FIELD, HEADER
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping

@@ -14,9 +14,9 @@ from ferrohook.data.stores.local import LocalStore as LocalStore
 from ferrohook.data.stores.memory import MemoryStore as MemoryStore
 from ferrohook.data.stores.store import DamagedBatch as DamagedBatch
 from ferrohook.data.stores.store import Store as Store
-from ferrohook.util.errors import ResumeError as ResumeError
-from ferrohook.util.errors import StoreError as StoreError
-from ferrohook.util.errors import UnverifiedWarning as UnverifiedWarning
+from ferrohook.errors import ResumeError as ResumeError
+from ferrohook.errors import StoreError as StoreError
+from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 
 __all__ = [
     "ActivationDataset",

@@ -18,11 +18,7 @@ from ferrohook.data.fingerprints import fingerprint
 from ferrohook.data.manifests import differences, manifest
 from ferrohook.data.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.data.token_rows import LAYER, TokenRows
-from ferrohook.plans import Plan, Prepared
-from ferrohook.plans.entries import KeepEntry
-from ferrohook.registration.scopes import Scope
-from ferrohook.util.arguments import describe, expect, expect_callable, expect_module
-from ferrohook.util.errors import (
+from ferrohook.errors import (
     HookError,
     HookTypeError,
     NeverFiredWarning,
@@ -30,6 +26,10 @@ from ferrohook.util.errors import (
     StoreError,
     UnverifiedWarning,
 )
+from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import KeepEntry
+from ferrohook.registration.scopes import Scope
+from ferrohook.util.arguments import describe, expect, expect_callable, expect_module
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:

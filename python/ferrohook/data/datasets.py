@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from ferrohook.data.hugging_face import rows_of
 from ferrohook.data.stores.store import Store
 from ferrohook.data.token_rows import LAYER
+from ferrohook.errors import HookError, HookTypeError, ResumeError, SelectionError
 from ferrohook.util.arguments import at_least, expect
-from ferrohook.util.errors import HookError, HookTypeError, ResumeError, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

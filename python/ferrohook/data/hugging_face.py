@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ferrohook.data.token_rows import LAYER
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.arguments import at_least
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:

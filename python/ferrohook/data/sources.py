@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.captures.capture import capture
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from ferrohook.util.tensors import tensors_by_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 
 Tokens: TypeAlias = "str | Callable[[Any], Tensor]"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 from ferrohook.util.tensors import same_tuple
 
 if TYPE_CHECKING:

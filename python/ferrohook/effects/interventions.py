@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ferrohook._core import GpuVector, InterventionBase, to_device
 from ferrohook.effects.formulas import EXACT, check_dtypes, prepared_vector
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import OutputIndex, check_output_index, expect
-from ferrohook.util.errors import HookTypeError
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 from ferrohook.util.streams import Made, made
 from ferrohook.util.tensors import content_of

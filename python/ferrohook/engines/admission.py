@@ -10,10 +10,10 @@ import torch
 
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
+from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
-from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrohook._core import to_device
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,13 +15,13 @@ import torch
 
 from ferrohook.attach.attention import DIMENSIONS, is_point
 from ferrohook.captures.cache import ActivationCache
+from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import NEEDS, Judge
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.rows.batches import batch_of_step
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import HookError
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

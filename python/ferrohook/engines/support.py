@@ -6,7 +6,7 @@ import dataclasses
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import safetensors.torch
 import torch
 
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,8 @@ from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.wire import NAME, packed, spans_of
+from ferrohook.errors import HookError
 from ferrohook.plans.entries import HookEntry
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -9,7 +9,7 @@ from torch import Tensor
 from ferrohook._core import NativeHook, TypedHook
 from ferrohook.effects.formulas import change_part, part_of
 from ferrohook.effects.interventions import Add, Clamp, Intervention, Replace
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_origin
 from torch import nn
 
 from ferrohook._core import ModuleTree
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.spelling import SIGN, suggested
 from ferrohook.util.arguments import describe, expect_module
-from ferrohook.util.errors import HookTypeError, SelectionError
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import options_of
 from ferrohook.effects.interventions import Intervention
+from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
 from ferrohook.util.arguments import check_encodes, expect
-from ferrohook.util.errors import HookTypeError
 from ferrohook.util.tables import text_table
 from ferrohook.util.tensors import content_of
 

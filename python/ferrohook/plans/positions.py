@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,6 +30,7 @@ from ferrohook.captures.captured import not_captured
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import PlaceInPlan, Recorders, options_of
 from ferrohook.effects.interventions import Intervention
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
@@ -38,7 +39,6 @@ from ferrohook.plans.sequences import Sequences, no_tokens, stacks_in, stacks_of
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:

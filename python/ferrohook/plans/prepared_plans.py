@@ -11,9 +11,9 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from ferrohook.errors import HookError
 from ferrohook.plans.plan import Plan
 from ferrohook.util.arguments import at_least, expect, expect_module
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 from ferrohook.attach.never_fired import explain
 from ferrohook.captures.capture import capture as _capture
+from ferrohook.errors import HookError, NeverFiredWarning
 from ferrohook.plans.entries import KeepEntry
 from ferrohook.plans.plan import Plan
 from ferrohook.plans.prepared import Prepared
 from ferrohook.registration.register import register, warnings_of
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect, expect_module
-from ferrohook.util.errors import HookError, NeverFiredWarning
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:

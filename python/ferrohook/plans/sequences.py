@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ferrohook.errors import HookError
 from ferrohook.plans.positions import PADDING, Tokens
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ferrohook.effects.interventions import INTERVENTIONS
+from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.util.arguments import describe
-from ferrohook.util.errors import HookTypeError
 
 VERSION: Final = 1
 VECTORS: Final = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ferrohook.captures.cache import ActivationCache
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.arguments import describe, expect
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.tables import Row, norms_of, values_of
 from ferrohook.util.texts import missing_package
 

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.attach.attention import points_of
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.places import Head, Place
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.quantity.known import Resolved, known_of
-from ferrohook.util.errors import HookTypeError, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ferrohook.attach.attention import DIMENSIONS
+from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select_names
 from ferrohook.names.spelling import SIGN, kind_of, order_of
 from ferrohook.quantity.proofs.proving import look_at
-from ferrohook.util.errors import HookError, SelectionError
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.swallowed import refuse_swallowed
 from ferrohook.util.tables import html_table, text_table

@@ -18,10 +18,10 @@ from ferrohook._core import (
 from ferrohook.attach.hook_info import state_of
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
+from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
 from ferrohook.registration.scopes import Scope, innermost
-from ferrohook.util.errors import HookTypeError, NeverFiredWarning, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from ferrohook._core import Activation, Frame, frames
-from ferrohook.util.errors import HookError, HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     import contextlib

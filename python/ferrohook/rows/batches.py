@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ferrohook._core import BatchBase
 from ferrohook.captures.capture import Capture
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.names.select import select
 from ferrohook.plans import Request
 from ferrohook.registration.scopes import Scope
 from ferrohook.rows.positions import check_lengths, masks_of
 from ferrohook.rows.site_tables import open_sites
 from ferrohook.util.arguments import at_least, expect
-from ferrohook.util.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
 
 if TYPE_CHECKING:
     from ferrohook._core import Frame

@@ -11,12 +11,12 @@ import torch
 from ferrohook._core import Attachment
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.priorities import AHEAD_OF_ALL
+from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
 from ferrohook.plans.positions import check_prompt
 from ferrohook.plans.sequences import Sequences, stacks_in
 from ferrohook.rows.batches import Batch, models_of
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import HookError, RowsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

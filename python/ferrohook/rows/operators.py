@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 
 MISFIT = -(1 << 62)
 """Count of calls of a site that had an output which it cannot keep, or less."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrohook.errors import RowsError
 from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
-from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,8 @@ import torch
 
 from ferrohook._core import store_rows
 from ferrohook.captures.pending import await_with
+from ferrohook.errors import RowsError
 from ferrohook.rows.operators import calls_of
-from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import places_at
+from ferrohook.errors import RowsError
 from ferrohook.plans.positions import native_at
 from ferrohook.rows.positions import check_lengths
-from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request

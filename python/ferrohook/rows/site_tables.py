@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from ferrohook._core import SitesBase, to_device
 from ferrohook.attach.instrument import attach
 from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.names.select import select
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
@@ -28,7 +29,6 @@ from ferrohook.util.arguments import (
     expect,
     expect_module,
 )
-from ferrohook.util.errors import HookError, HookTypeError, RowsError
 from ferrohook.util.streams import Tables, made
 
 if TYPE_CHECKING:

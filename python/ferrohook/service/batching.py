@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 import torch
 
 from ferrohook._core import frames
+from ferrohook.errors import CaptureBudgetError, HookError, RowsError
 from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, limited
 from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
 from ferrohook.service.spans import annotate
 from ferrohook.service.waiting import BatchLimits, Line, WaitingRequest
 from ferrohook.util.arguments import at_least, expect, expect_callable
-from ferrohook.util.errors import CaptureBudgetError, HookError, RowsError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from torch import Tensor
 
 from ferrohook.detectors import NativeDetector
+from ferrohook.errors import RowsError
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import NEEDS, Judge
-from ferrohook.util.errors import RowsError
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request

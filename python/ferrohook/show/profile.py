@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.registration.register import register
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect_module
-from ferrohook.util.errors import HookError, SelectionError
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.tables import html_table, text_table
 from ferrohook.util.texts import missing_package

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ferrohook._core import NativeDetector
 from ferrohook.attach.hook_info import find_registry, state_of, timed_hooks
 from ferrohook.attach.priorities import BEHIND_ALL
+from ferrohook.errors import HookError
 from ferrohook.names.select import select
 from ferrohook.util.arguments import expect_module
-from ferrohook.util.errors import HookError
 from ferrohook.util.texts import missing_package, name_of
 
 if TYPE_CHECKING:

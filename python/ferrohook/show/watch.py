@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from ferrohook._core import NonFiniteDetector
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.errors import NonFiniteError
 from ferrohook.names.select import select
 from ferrohook.registration.register import register
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect, expect_module
-from ferrohook.util.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from torch import nn

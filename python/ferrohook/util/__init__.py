@@ -1,1 +1,1 @@
-"""What all rooms share: errors, checks of arguments, texts, structures of tensors, streams."""
+"""What all rooms share: checks of arguments, texts, structures of tensors, streams."""

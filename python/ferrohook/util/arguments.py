@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from torch import nn
 
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from types import UnionType

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 from ferrohook.util.texts import name_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.util.errors import HookError, StaleActivationError
+from ferrohook.errors import HookError, StaleActivationError
 from ferrohook.util.tensors import leaves_by_path, nbytes, shape_of
 from ferrohook.util.texts import missing_package
 

@@ -24,7 +24,7 @@ from torch._C._functorch import (
 )
 from torch.nn.utils.rnn import PackedSequence
 
-from ferrohook.util.errors import HookTypeError
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

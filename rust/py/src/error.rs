@@ -5,10 +5,10 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
-/// Makes an exception of a class in `ferrohook.util.errors`.
+/// Makes an exception of a class in `ferrohook.errors`.
 fn of_class(py: Python<'_>, class: &str, message: String) -> PyErr {
     let class = py
-        .import("ferrohook.util.errors")
+        .import("ferrohook.errors")
         .and_then(|errors| errors.getattr(class))
         .and_then(|class| Ok(class.cast_into::<PyType>()?));
     class.map_or_else(|error| error, |class| PyErr::from_type(class, message))
@@ -20,7 +20,7 @@ pub fn hook_error(py: Python<'_>, message: String) -> PyErr {
 
 pub fn is_hook_error(py: Python<'_>, error: &PyErr) -> bool {
     let class = py
-        .import("ferrohook.util.errors")
+        .import("ferrohook.errors")
         .and_then(|errors| errors.getattr("HookError"));
     class.is_ok_and(|class| error.matches(py, class).unwrap_or(false))
 }

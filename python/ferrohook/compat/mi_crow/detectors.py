@@ -23,8 +23,8 @@ from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import extract_tensor_from_output, first_tensor
 from ferrohook.data import Store
 from ferrohook.data.sources import Collectable
+from ferrohook.errors import HookError
 from ferrohook.util.arguments import check_copy, expect
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from torch import nn

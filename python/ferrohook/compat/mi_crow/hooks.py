@@ -9,9 +9,9 @@ import uuid
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from ferrohook._core import refuse_async
+from ferrohook.errors import HookError as _HookError
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect
-from ferrohook.util.errors import HookError as _HookError
-from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

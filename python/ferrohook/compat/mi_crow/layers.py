@@ -13,9 +13,9 @@ from ferrohook.compat.mi_crow.controllers import Controller, InterventionControl
 from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.effects.interventions import Intervention
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.names.select import refuse_container
 from ferrohook.util.arguments import describe, expect_module
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:

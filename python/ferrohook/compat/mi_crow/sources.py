@@ -11,7 +11,7 @@ from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.layers import Layers
 from ferrohook.data.fingerprints import fingerprint
 from ferrohook.data.sources import Source, source_of
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from ferrohook._core import Collector, record_all
 from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache
 from ferrohook.captures.versions import check_unchanged, versions_of
-from ferrohook.util.errors import StaleActivationError
+from ferrohook.errors import StaleActivationError
 from ferrohook.util.tensors import as_leaf, map_tensors, share_memory
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from ferrohook.compat.transformer_lens.lens_hooks import (
     check_hook,
     layer_of,
 )
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect
-from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

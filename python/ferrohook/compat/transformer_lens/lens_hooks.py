@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import PointHook
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect_callable
-from ferrohook.util.errors import HookTypeError
 
 
 class Point(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.arguments import describe, expect
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.texts import with_article
 

@@ -44,9 +44,9 @@ from ferrohook.compat.transformer_lens.names import (
 )
 from ferrohook.compat.transformer_lens.slices import Slice, SliceInput
 from ferrohook.compat.transformer_lens.wrapped import WrappedModel, make_points
+from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import check_copy, expect, expect_callable
-from ferrohook.util.errors import HookTypeError, NeverFiredWarning
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:

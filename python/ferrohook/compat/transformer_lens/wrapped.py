@@ -11,9 +11,9 @@ from ferrohook.attach.hook_info import find_registry
 from ferrohook.attach.instrument import attach, registry_of
 from ferrohook.attach.wrapper import TransparentWrapper, wrapper_class
 from ferrohook.compat.transformer_lens.hook_point import HookPoint
+from ferrohook.errors import HookError
 from ferrohook.names.select import select
 from ferrohook.registration.register import HandleGroup, add_hooks
-from ferrohook.util.errors import HookError
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:

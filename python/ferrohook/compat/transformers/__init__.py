@@ -29,7 +29,7 @@ from ferrohook.compat.transformers.patching import register_patch_mapping as reg
 from ferrohook.compat.transformers.patching import (
     unregister_patch_mapping as unregister_patch_mapping,
 )
-from ferrohook.util.errors import UnattributedWarning as UnattributedWarning
+from ferrohook.errors import UnattributedWarning as UnattributedWarning
 
 __all__ = [
     "OutputRecorder",

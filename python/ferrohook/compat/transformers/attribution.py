@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook._core import calls_in_progress
-from ferrohook.util.errors import UnattributedWarning
+from ferrohook.errors import UnattributedWarning
 from ferrohook.util.tensors import share_memory, tensors_in
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torch import jit, nn
 
 from ferrohook.attach.classes import plain_class
+from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.arguments import describe, expect
-from ferrohook.util.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.suggestions import closest_to
 
 DECLARATION = "_can_record_outputs"

@@ -28,8 +28,8 @@ from ferrohook.compat.transformers.declarations import (
 )
 from ferrohook.compat.transformers.layers import install, installation_of
 from ferrohook.compat.transformers.tracing import TRACED, TracedCall
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect_callable
-from ferrohook.util.errors import HookTypeError
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.suggestions import closest_to
 

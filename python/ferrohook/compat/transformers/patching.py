@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ferrohook.compat.transformers.declarations import DECLARATION, declared_by, declares
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect, expect_module
-from ferrohook.util.errors import HookTypeError
 from ferrohook.util.suggestions import closest_to
 
 if TYPE_CHECKING:

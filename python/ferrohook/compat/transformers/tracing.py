@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.util.errors import SelectionError
+from ferrohook.errors import SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ferrohook.captures import tensor_files
 from ferrohook.data.stores.index import IndexedBatch, RunIndex, ShardFile
-from ferrohook.util.errors import StoreError
+from ferrohook.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

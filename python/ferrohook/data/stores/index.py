@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ferrohook._core import crc32
 from ferrohook.captures import tensor_files
-from ferrohook.util.errors import StoreError
+from ferrohook.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,8 +21,8 @@ from ferrohook.data.stores.store import (
     own_tensors,
 )
 from ferrohook.data.stores.writer import Writer, closed_message
+from ferrohook.errors import HookTypeError, StoreError, UnverifiedWarning
 from ferrohook.util.arguments import at_least
-from ferrohook.util.errors import HookTypeError, StoreError, UnverifiedWarning
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:

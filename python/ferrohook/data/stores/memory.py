@@ -13,7 +13,7 @@ from ferrohook.data.stores.store import (
     find,
     own_tensors,
 )
-from ferrohook.util.errors import StoreError
+from ferrohook.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,8 +14,8 @@ from torch import Tensor
 from ferrohook.attach.never_fired import MOST_NAMED
 from ferrohook.captures import tensor_files
 from ferrohook.data.hugging_face import to_datasets
+from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.util.arguments import at_least, expect
-from ferrohook.util.errors import HookTypeError, SelectionError, StoreError
 
 if TYPE_CHECKING:
     import datasets  # pyright: ignore[reportMissingImports] (no dependency)

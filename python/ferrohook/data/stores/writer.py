@@ -9,7 +9,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from ferrohook.util.errors import StoreError
+from ferrohook.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ferrohook.effects.formulas import SUM
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.quantity import Quantities
-from ferrohook.util.errors import HookTypeError, SelectionError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -15,7 +15,7 @@ from ferrohook.engines.model.modules import (
     Tokens,
 )
 from ferrohook.engines.model.step_values import observed
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

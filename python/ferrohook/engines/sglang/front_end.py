@@ -20,8 +20,8 @@ import safetensors.torch
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.uploads import Vectors, VectorsOfPlan
 from ferrohook.engines.wire import FIELD, NAME, VECTORS
+from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
-from ferrohook.util.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,7 +21,7 @@ from ferrohook.engines.sglang.front_end import answered, encode, generating, str
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_SGLANG"

@@ -31,9 +31,9 @@ from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
 from ferrohook.engines.worker import EngineWorker, ServedModel, reason_of
+from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -37,9 +37,9 @@ from ferrohook.engines.model.modules import described
 from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers.steps import ROWS, check_row_map, head_rows, read_step
+from ferrohook.errors import HookError
 from ferrohook.quantity import quantities
 from ferrohook.util.arguments import expect_module
-from ferrohook.util.errors import HookError
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:

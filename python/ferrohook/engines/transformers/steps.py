@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import (
 from ferrohook.attach.attention import attended
 from ferrohook.engines.model.step_values import StepValues, observed
 from ferrohook.engines.steps import Span, Step
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from ferrohook.engines.uploads import packed_vectors
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.engines.wire import unpacked
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -19,7 +19,7 @@ from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import call, connect_async
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.wire import FIELD, HEADER, error_of, is_empty, packed
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -28,7 +28,7 @@ from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
 from ferrohook.engines.wire import FIELD, HEADER, NAME
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

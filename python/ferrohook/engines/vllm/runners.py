@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.vllm.worker import RunnerWorker
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,9 @@ from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, is_newer
 from ferrohook.engines.wire import NAME, unpacked
 from ferrohook.engines.worker import PROBE
+from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

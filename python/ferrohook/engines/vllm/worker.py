@@ -25,10 +25,10 @@ from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import Admitted, EngineWorker, ServedModel
+from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

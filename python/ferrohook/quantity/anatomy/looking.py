@@ -19,7 +19,7 @@ from ferrohook._core import release_copy
 from ferrohook.attach.hook_info import find_registry
 from ferrohook.attach.module import keeps_state_in_torch_hooks
 from ferrohook.effects.formulas import SUM
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 from ferrohook.util.tensors import parts
 
 if TYPE_CHECKING:

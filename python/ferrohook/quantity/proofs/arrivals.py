@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.looking import Look, noise
 from ferrohook.quantity.anatomy.parts import TITLES
 from ferrohook.quantity.proofs.checks import Checks
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

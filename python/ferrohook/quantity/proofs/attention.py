@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ferrohook._core import Attachment
 from ferrohook.attach.attention import DIMENSIONS, POINTS, attended, attended_to, points_of
 from ferrohook.attach.instrument import attach
-from ferrohook.util.errors import HookError
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import ALIKE
 from ferrohook.quantity.anatomy.looking import Look, noise
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrohook.attach.attention import POINTS
+from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.blocks import Anatomist
 from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import ALIKE, fit
@@ -40,7 +41,6 @@ from ferrohook.quantity.proofs.routers import (
     tolerance_of,
     weighed,
 )
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

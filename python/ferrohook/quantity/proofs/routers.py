@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import rounding
 from ferrohook.quantity.anatomy.looking import Hidden, Look, noise
-from ferrohook.util.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
