@@ -255,16 +255,15 @@ class Prepared:
             HookTypeError: `prompt` has something else than ints.
             ValueError: it has an int below 1 or of more than 64 bits, or none.
         """
-        lengths = _lengths_of(prompt)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
-        request.prompt = lengths
+        if prompt is not None:
+            request.prompt = _lengths_of(prompt)
+            request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
             # Not a method, which would keep the request alive.
             accept = functools.partial(_accept, weakref.ref(request))
-            request._sequences = Sequences(lengths, accept)
-        if lengths:
-            request.set_prompt_lengths(lengths)
+            request._sequences = Sequences(request.prompt, accept)
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -314,9 +313,7 @@ class Prepared:
 
 
 def _lengths_of(prompt: Any) -> list[int]:
-    """Returns the lengths of prompts that a caller gave; none if it gave none."""
-    if prompt is None:
-        return []
+    """Returns the lengths of prompts that a caller gave."""
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     lengths = [*given] if isinstance(given, list | tuple) else [given]
     for length in lengths:
@@ -382,7 +379,7 @@ class Request(RequestBase, Scope):
     """Kept alive: dropping it removes the hooks."""
     _sequences: Sequences
     """Of a plan with positions."""
-    prompt: Sequence[int]
+    prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
