@@ -134,7 +134,7 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
             msg = (
                 f"the same input gave {model._get_name()} another output in a larger batch, apart "
                 f"by {distance:.2g} of its norm: its rows depend on each other, or its calls are "
-                "random. ModelCall model.eval(), or pass batch_size=1"
+                "random. Call model.eval(), or pass batch_size=1"
             )
             raise HookError(msg)
 
