@@ -64,15 +64,13 @@ struct Lent<'py> {
 }
 
 impl Given<'_> {
-    /// True if it was written in place, or if nothing tells.
+    /// True if it was written in place; of rows without a counter, always.
     fn written(&self) -> PyResult<bool> {
-        Ok(self.version.is_none() || version_if_any(&self.tensor)? != self.version)
-    }
-
-    /// As [`Self::written`], of a tensor that all rows share.
-    fn shared_written(&self) -> PyResult<bool> {
-        if self.version.is_some() || self.tensor.is(&self.whole) {
-            return Ok(self.version.is_some() && self.written()?);
+        if self.version.is_some() {
+            return Ok(version_if_any(&self.tensor)? != self.version);
+        }
+        if self.narrowed || self.tensor.is(&self.whole) {
+            return Ok(self.narrowed);
         }
         let equal = intern!(self.whole.py(), "equal");
         let same = self.whole.call_method1(equal, (&self.tensor,))?;
@@ -426,17 +424,21 @@ impl<'a, 'py> Value<'a, 'py> {
         let wrote = narrowed.wrote();
         let mut written = Vec::new();
         for given in &narrowed.given {
-            // Where one of several with its memory is expanded, another was written, or none.
-            let shared = self.shared.as_ref();
-            let lone = shared.is_none_or(|it| it.is_lone(&given.whole));
-            let expanded = given.copied && is_expanded(&given.whole)?;
-            if given.copied && given.written()? && (lone || !expanded) {
-                written.push((given, expanded));
-            } else if !given.narrowed && given.shared_written()? {
+            // A view is written in the tensor of the batch itself.
+            if (given.narrowed && !given.copied) || !given.written()? {
+                continue;
+            }
+            if !given.narrowed {
                 return Err(self.error(
                     wrote,
                     "writes in place to a tensor that has no rows of the batch",
                 ));
+            }
+            // Where one of several with its memory is expanded, another was written, or none.
+            let shared = self.shared.as_ref();
+            let expanded = is_expanded(&given.whole)?;
+            if !expanded || shared.is_none_or(|it| it.is_lone(&given.whole)) {
+                written.push((given, expanded));
             }
         }
         for (given, expanded) in written {
