@@ -26,7 +26,7 @@ use crate::torch::target::{Target, call_plain};
 pub struct ModuleRef(Mutex<Option<Py<PyWeakrefReference>>>);
 
 impl ModuleRef {
-    pub fn set(&self, module: Py<PyWeakrefReference>) {
+    fn set(&self, module: Py<PyWeakrefReference>) {
         *self.0.lock() = Some(module);
     }
 
@@ -41,7 +41,7 @@ impl ModuleRef {
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Dispatcher {
     registry: Py<Registry>,
-    pub module: Arc<ModuleRef>,
+    module: Arc<ModuleRef>,
     /// Shared by the modules of a class.
     class_cache: Py<CallCache>,
     cache: InstanceCache,
@@ -155,6 +155,12 @@ impl Dispatcher {
 
     pub fn shares_hooks(&self) -> bool {
         self.shares_hooks
+    }
+
+    /// Returns the reference to the module, set to `module`: that of a copied dispatcher has none yet.
+    pub fn refer(&self, module: Py<PyWeakrefReference>) -> Arc<ModuleRef> {
+        self.module.set(module);
+        Arc::clone(&self.module)
     }
 
     /// Makes the dispatcher of the module that replaces this one's: same hooks, same attachments.

@@ -96,7 +96,7 @@ pub fn put_on(
     let change = || {
         let _others_wait = one_at_a_time(module);
         made.install(module, &state, &successor)?;
-        successor.get().module.set(reference);
+        successor.get().refer(reference);
         Ok(())
     };
     change().map_err(|error| refused(py, error))
@@ -188,8 +188,7 @@ pub fn acquire(
     let reference = PyWeakrefReference::new(module)?.unbind();
     let count = |dispatcher: &Dispatcher| {
         dispatcher.acquire(explicit);
-        dispatcher.module.set(reference.clone_ref(py));
-        Arc::clone(&dispatcher.module)
+        dispatcher.refer(reference.clone_ref(py))
     };
     {
         let _others_wait = one_at_a_time(module);
@@ -270,14 +269,11 @@ impl<'py> MadeClass<'py> {
 /// Returns the reference of an instrumented module's dispatcher to its module; None for a plain
 /// module.
 pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>> {
-    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
-        return Ok(None);
-    };
-    let reference = &dispatcher.get().module;
-    // That of a copied module has none yet.
-    reference.set(PyWeakrefReference::new(module)?.unbind());
-    Ok(Some(Arc::clone(reference)))
+    let reference = PyWeakrefReference::new(module)?.unbind();
+    let dispatcher = dispatcher_in(&instance_dict(module)?)?;
+    Ok(dispatcher.map(|dispatcher| dispatcher.get().refer(reference)))
 }
+
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
