@@ -100,7 +100,7 @@ class Mutant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a mutant."""
+    """Outcome of a mutant."""
 
     outcome: str
     """caught, timeout, survived, unbuildable, or open: not caught by the tests of its room."""

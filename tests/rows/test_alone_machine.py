@@ -67,7 +67,7 @@ LEAVES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "truths": lambda x, o, b: x.real > 0,
 }
 SHARED: dict[str, Callable[[Tensor], Any]] = {
-    # What has no rows; of a tensor of its dtype.
+    # Values without rows; of a tensor of its dtype.
     "table": lambda x: torch.arange(12.0).to(x.dtype).reshape(3, 4),
     "number": lambda x: torch.tensor(2.0, dtype=x.dtype),
     "text": lambda x: "text",
@@ -469,7 +469,7 @@ class Puts:
         return keep
 
     def expected(self, hook: Hook, kept: list[Any]) -> Any:
-        """What a capture has after some calls; None if it took no token."""
+        """Value of a capture after some calls; None if it took no token."""
         if self.case.positions() is None:
             values = [value for _, value in kept]
             if hook.calls == "last":
@@ -589,7 +589,7 @@ def same(one: Any, other: Any) -> bool:
 
 @dataclass
 class Alone:
-    """What the rows of a member are worth alone."""
+    """Results of a member's rows alone."""
 
     puts: Puts
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
@@ -643,7 +643,7 @@ def detached(case: Case, member: int) -> bool:
         if hook.phase == "forward_pre"
         and (hook.kind == "swap" or (other != member and hook.kind in {"native", "map"}))
     }
-    # What an intervention at positions leaves of an argument may be another tensor.
+    # An intervention at positions may leave another tensor as the argument.
     own = {
         hook.what
         for hook in case.members[member]
@@ -761,7 +761,7 @@ FOUND: dict[str, tuple[Any, str | None, tuple[Hook, ...]]] = {
     "a router's input, and its matrix": ("input", "inside", (write(0), write(1))),
     "an expanded tensor": ("fresh and expanded", None, (write(0, "item"),)),
 }
-"""What only wide runs draw."""
+"""Strategies of wide runs only."""
 
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ferrohook.client.calls import Pending
 
 Finished = TypeVar("Finished")
-"""What `finish` returns: a text, or what is awaited for one."""
+"""Result of `finish`: a text, or an awaitable of one."""
 
 
 class _Events:

@@ -1,1 +1,1 @@
-"""What all rooms share: checks of arguments, texts, structures of tensors, streams."""
+"""Helpers of all rooms: checks of arguments, texts, structures of tensors, streams."""
