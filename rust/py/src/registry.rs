@@ -20,7 +20,7 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{HookOptions, OnError, PhaseName, Priority};
-use crate::hooks::place::Place;
+use crate::hooks::origin::Origin;
 use crate::hooks::site::{Site, is_fault};
 use crate::torch;
 
@@ -47,7 +47,7 @@ pub struct Registry {
 /// Those for whose calls a hook is registered.
 pub enum Audience<'a, 'py> {
     /// Every context; with the place of the registration.
-    Everybody(Option<Place>),
+    Everybody(Option<Origin>),
     /// The contexts that entered a scope.
     Scope(&'a ScopeArg<'py>),
 }
@@ -57,7 +57,7 @@ impl<'a, 'py> Audience<'a, 'py> {
     pub fn of_caller(py: Python<'py>, scope: Option<&'a ScopeArg<'py>>) -> PyResult<Self> {
         match scope {
             Some(scope) => Ok(Self::Scope(scope)),
-            None => Place::of_caller(py).map(Self::Everybody),
+            None => Origin::of_caller(py).map(Self::Everybody),
         }
     }
 

@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, in_batch,
+    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
 };
 use crate::rows::numbers::Rows;
 
@@ -63,7 +63,7 @@ impl InBatch for Double {
         }))
     }
 
-    fn join(&self, parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[MergedPart<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         let rows = parts.iter().map(|part| part.rows.clone().into_owned());
         Ok(Box::new(Doubles(rows.collect())))
     }
@@ -73,7 +73,7 @@ impl InBatch for Double {
 struct Doubles(Vec<Rows>);
 
 impl Joint for Doubles {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
         TOGETHER.fetch_add(1, Ordering::Relaxed);
         let value = shared
             .value
@@ -82,7 +82,7 @@ impl Joint for Doubles {
             let own = rows.narrow(&value, shared.layout.dim)?;
             rows.write(&value, shared.layout.dim, &own.mul(2)?)?;
         }
-        Ok(Merged {
+        Ok(MergedResult {
             value: Some(value),
             failed: Vec::new(),
         })

@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use crate::call::{Call, NextHook};
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::Firing;
-use crate::contexts::slot::Slot;
+use crate::contexts::slot::FrameSlot;
 use crate::torch::hooks::TorchHook;
 use crate::torch::target::Target;
 
@@ -59,7 +59,7 @@ pub trait Between<'py> {
 /// The slot of such a frame.
 pub struct AroundSlot(pub &'static dyn Around);
 
-impl Slot for AroundSlot {
+impl FrameSlot for AroundSlot {
     fn has_hooks(&self, frame: &Bound<'_, PyAny>, module: u64, phases: &[Phase]) -> bool {
         let frame = frame.cast::<Frame>();
         frame.is_ok_and(|it| self.0.runs(it) && self.0.has_hooks(it, module, phases))

@@ -20,13 +20,13 @@ pub struct Joined<'py> {
 }
 
 /// Rows of tensors that are put together, one call behind the other.
-struct Order {
+struct JoinOrder {
     /// Row of each token, in order of position.
     rows: Vec<usize>,
     tokens: Vec<Token>,
 }
 
-impl Order {
+impl JoinOrder {
     /// Of tokens that ran twice, the last one counts.
     fn of(calls: &[&TokenPositions]) -> Self {
         let tokens = calls.iter().flat_map(|call| call.tokens()).enumerate();
@@ -48,7 +48,7 @@ impl<'py> Joined<'py> {
         let Some((last, first)) = views.last().zip(calls.first()) else {
             return Ok(None);
         };
-        let order = Order::of(&calls);
+        let order = JoinOrder::of(&calls);
         let mut columns: Vec<Vec<Bound<'py, PyAny>>> = Vec::with_capacity(views.len());
         let mut value = None;
         for view in views {
@@ -114,7 +114,7 @@ impl<'py> Joined<'py> {
     }
 }
 
-impl Order {
+impl JoinOrder {
     /// Joins the tensors of the calls; None if that is the only one as it is.
     fn joined<'py>(
         &self,

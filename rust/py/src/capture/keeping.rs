@@ -10,9 +10,9 @@ use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::hooks::native::Again;
 use crate::rows::mask::Mask;
-use crate::rows::matrix::Arguments;
+use crate::rows::matrix::CallArguments;
 use crate::rows::places::TokenPositions;
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 use crate::torch::tensors::{
     for_each_tensor, map_tensors, owned, part_of, requires_grad, version_if_any,
 };
@@ -51,7 +51,7 @@ pub fn taken<'py>(
     index: usize,
     mask: &Mask,
     value: &Bound<'py, PyAny>,
-    arguments: Option<Arguments<'_, 'py>>,
+    arguments: Option<CallArguments<'_, 'py>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let this = collector.get();
     let describe = || format!("capture of {:?}", this.names()[index]);
@@ -76,13 +76,13 @@ pub struct Keep {
 pub struct KeepAgain {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
-    recorder: Part,
+    recorder: CapturedPart,
     keep: Keep,
     mask: Option<Arc<Mask>>,
 }
 
 /// Part of a value that is stored under a name.
-pub struct Part {
+pub struct CapturedPart {
     pub index: usize,
     /// `value[part]`, or the attribute of that name; None: the whole value.
     pub part: Option<Py<PyAny>>,
@@ -92,7 +92,7 @@ impl KeepAgain {
     /// None if a repeat has nothing to do.
     pub fn of(
         collector: &Bound<'_, Collector>,
-        recorder: Part,
+        recorder: CapturedPart,
         keep: Keep,
         mask: Option<Arc<Mask>>,
     ) -> PyResult<Option<Self>> {
@@ -122,13 +122,13 @@ impl Again for KeepAgain {
         let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
             return Ok(None);
         };
-        let Part { index, part } = &self.recorder;
+        let CapturedPart { index, part } = &self.recorder;
         let mut value = match part {
             Some(part) => part_of(value, part.bind(py))?,
             None => value.clone(),
         };
         if let Some(mask) = &self.mask {
-            let arguments = Some(Arguments { args, kwargs });
+            let arguments = Some(CallArguments { args, kwargs });
             value = taken(&collector, *index, mask, &value, arguments)?;
         }
         let mut tapped = Vec::new();
@@ -151,7 +151,7 @@ impl Again for KeepAgain {
             Ok(())
         })?;
         let part = part.as_ref().map(|part| part.clone_ref(py));
-        let recorder = Part {
+        let recorder = CapturedPart {
             index: *index,
             part,
         };
@@ -242,7 +242,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
             version,
             gradient: None,
             recorded,
-            order: Order::Any,
+            order: StreamOrder::Any,
         });
         Ok(kept)
     }

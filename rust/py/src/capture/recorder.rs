@@ -12,8 +12,8 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
-use crate::capture::keeping::{self, KeepAgain, Part};
-use crate::capture::request::{Place, Source, Stored};
+use crate::capture::keeping::{self, CapturedPart, KeepAgain};
+use crate::capture::request::{CallPlace, Source, Stored};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::Firing;
@@ -47,7 +47,7 @@ impl Recorder {
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
-        place: Option<Place>,
+        place: Option<CallPlace>,
     ) -> PyResult<(Self, NativeHook)> {
         if index >= collector.get().names().len() {
             return Err(PyValueError::new_err("the collector has no such name"));
@@ -131,7 +131,7 @@ impl Recorder {
     /// Returns what the repeat of a checkpointed forward does with a stored value; None for nothing.
     pub fn again(&self, stored: Stored<'_>) -> PyResult<Option<Arc<dyn Again>>> {
         let py = stored.collector.py();
-        let part = Part {
+        let part = CapturedPart {
             index: self.index,
             part: self.part.as_ref().map(|part| part.clone_ref(py)),
         };

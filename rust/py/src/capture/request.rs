@@ -18,8 +18,8 @@ use crate::hooks::native::Turn;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::calls::merging::Places;
 use crate::rows::mask::Mask;
-use crate::rows::matrix::Arguments;
-use crate::rows::membership::{Call, Membership};
+use crate::rows::matrix::CallArguments;
+use crate::rows::membership::{MemberCall, Membership};
 use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -153,7 +153,7 @@ impl RequestBase {
             Membership::set_masks(frame, Some(masks));
         } else {
             let masks = Some(Arc::new(masks));
-            Membership::set_call(frame, Call { masks, tokens });
+            Membership::set_call(frame, MemberCall { masks, tokens });
         }
         Ok(())
     }
@@ -251,12 +251,12 @@ impl<'py> Stored<'py> {
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
 pub struct Source {
     pub collector: Py<Collector>,
-    pub place: Option<Place>,
+    pub place: Option<CallPlace>,
 }
 
 /// Place of a capture in a plan.
 #[derive(FromPyObject)]
-pub struct Place {
+pub struct CallPlace {
     /// Index among its captures.
     capture: usize,
     /// Index of the captured positions; None for all.
@@ -309,7 +309,7 @@ impl Source {
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
             return Ok(None);
         }
-        let arguments = turn.map(Arguments::of);
+        let arguments = turn.map(CallArguments::of);
         let at = keeping::taken(&collector, index, &mask, value, arguments)?;
         let keep = keeping::record(&collector, index, &at, positions, shared)?;
         Ok(Some(Stored {

@@ -5,7 +5,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
-use crate::capture::request::{Place, Source};
+use crate::capture::request::{CallPlace, Source};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{InBatch, in_batch};
 
@@ -17,7 +17,7 @@ pub struct RootCalls(Source);
 impl RootCalls {
     #[new]
     #[pyo3(signature = (collector, place = None))]
-    fn new(collector: Py<Collector>, place: Option<Place>) -> (Self, NativeHook) {
+    fn new(collector: Py<Collector>, place: Option<CallPlace>) -> (Self, NativeHook) {
         let hook = Self(Source { collector, place });
         (hook, NativeHook::of::<Self>())
     }

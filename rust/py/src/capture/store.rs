@@ -12,7 +12,7 @@ use rustc_hash::FxHashSet;
 use crate::contexts::calls::Calls;
 use crate::rows::numbers::Rows;
 use crate::rows::places::{Position, Token, TokenPositions};
-use crate::torch::made::{self, Order};
+use crate::torch::made::{self, StreamOrder};
 use crate::torch::tensors::{copied, map_tensors, owned, version, version_if_any};
 
 /// A stored tensor, and its version if reading checks that.
@@ -23,14 +23,14 @@ pub struct KeptTensor {
     /// True if autograd recorded it, so that a gradient may come.
     pub recorded: bool,
     /// For readers on other streams, of what one of them made; the others know of the call.
-    pub order: Order,
+    pub order: StreamOrder,
 }
 
 impl KeptTensor {
     /// A copy that a reader made just now, and that shares memory with nobody; `checks`: only its
     /// readers can write to it, and reading it again tells. None if no later reader may have it.
     pub fn copied(tensor: &Bound<'_, PyAny>, checks: bool) -> PyResult<Option<Self>> {
-        let Some(order) = Order::of(&PyTuple::new(tensor.py(), [tensor])?)? else {
+        let Some(order) = StreamOrder::of(&PyTuple::new(tensor.py(), [tensor])?)? else {
             return Ok(None);
         };
         let version = if checks {
@@ -61,7 +61,7 @@ impl KeptTensor {
 pub struct StoredTensor<'py> {
     pub value: Bound<'py, PyAny>,
     version: Option<i64>,
-    order: Order,
+    order: StreamOrder,
 }
 
 impl StoredTensor<'_> {

@@ -15,18 +15,19 @@ use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
+    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
+    same_part,
 };
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::TokenPositions;
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, summed, version_if_any};
 
 /// Recorders of some members.
-pub struct Together(Vec<Group>);
+pub struct JointCaptures(Vec<CaptureGroup>);
 
 /// Recorders of the same part of a value.
-struct Group {
+struct CaptureGroup {
     /// Number of the part of each, itself, and its rows.
     recorders: Vec<(usize, Py<Recorder>, Rows)>,
     /// True if they store copies.
@@ -34,8 +35,8 @@ struct Group {
     selection: Arc<Selection>,
 }
 
-impl Together {
-    pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
+impl JointCaptures {
+    pub fn of(parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
         let groups = groups(parts, alike)?.into_iter().map(|group| {
             let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let mut recorders = Vec::with_capacity(group.len());
@@ -43,7 +44,7 @@ impl Together {
                 let recorder = part.hook.cast::<Recorder>()?.clone().unbind();
                 recorders.push((*number, recorder, (*part.rows).clone()));
             }
-            Ok(Group {
+            Ok(CaptureGroup {
                 clones: clones(of_group[0].hook.cast()?),
                 recorders,
                 selection: select.rows(&of_group),
@@ -64,9 +65,9 @@ fn alike(first: &Bound<'_, Recorder>, second: &Bound<'_, Recorder>) -> PyResult<
     Ok(same && clones(first) == clones(second))
 }
 
-impl Joint for Together {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
-        let mut merged = Merged::default();
+impl Joint for JointCaptures {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
+        let mut merged = MergedResult::default();
         for group in &self.0 {
             group.store(shared, &mut merged.failed);
         }
@@ -79,7 +80,7 @@ impl Joint for Together {
     }
 }
 
-impl Group {
+impl CaptureGroup {
     /// Stores the rows of each; `failed` takes the errors of parts.
     fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
         let py = shared.value.py();
@@ -99,8 +100,8 @@ impl Group {
                 // can be taken together, or have the part, each is told its own error.
                 if let Ok(part) = &part
                     && !collector.get().counts()
-                    && let Ok(stored) =
-                        together.get_or_insert_with(|| Stored::of(all, shared, part, self.clones))
+                    && let Ok(stored) = together
+                        .get_or_insert_with(|| MemberCapture::of(all, shared, part, self.clones))
                 {
                     let kept =
                         stored.of_member(&collector, rows, start, shared.layout.dim, positions);
@@ -163,7 +164,7 @@ fn own_rows<'py>(
 }
 
 /// A value as the members share it.
-struct Stored<'py> {
+struct MemberCapture<'py> {
     value: Bound<'py, PyAny>,
     tensors: Vec<(Bound<'py, PyAny>, Option<i64>)>,
     /// True if it is a selection of the members' rows, one member behind the other.
@@ -173,7 +174,7 @@ struct Stored<'py> {
     covered: Arc<[bool]>,
 }
 
-impl<'py> Stored<'py> {
+impl<'py> MemberCapture<'py> {
     /// Takes rows from a value; `copy`: a copy of them in any case.
     fn of(
         rows: &Rows,
@@ -243,7 +244,7 @@ impl<'py> Stored<'py> {
             version: version.filter(|_| checks),
             gradient: None,
             recorded: false,
-            order: Order::Any,
+            order: StreamOrder::Any,
         });
         Kept {
             serial: 0, // for gradients, which a request in a batch has none of
@@ -326,7 +327,7 @@ impl InBatch for Recorder {
         }))
     }
 
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(Together::of(parts, select)?))
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(JointCaptures::of(parts, select)?))
     }
 }

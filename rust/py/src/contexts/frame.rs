@@ -16,7 +16,7 @@ use pyo3::types::{PyString, PyTuple};
 use crate::contexts::current::{self, Entered, active, same_without, set, without};
 use crate::contexts::releases::{Release, Releases};
 use crate::contexts::scoped::{Modules, Scoped};
-use crate::contexts::slot::Slot;
+use crate::contexts::slot::FrameSlot;
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
@@ -72,7 +72,7 @@ pub struct Frame {
     backward: AtomicBool,
     /// True once it has a hook that runs Python.
     python: AtomicBool,
-    slot: OnceLock<Box<dyn Slot>>,
+    slot: OnceLock<Box<dyn FrameSlot>>,
 }
 
 impl Frame {
@@ -88,7 +88,7 @@ impl Frame {
     }
 
     /// Makes a frame with which others keep state.
-    pub fn with_slot(slot: Box<dyn Slot>) -> Self {
+    pub fn with_slot(slot: Box<dyn FrameSlot>) -> Self {
         Self {
             slot: OnceLock::from(slot),
             ..Self::default()
@@ -208,17 +208,17 @@ impl Frame {
     }
 
     /// State that others keep with it, if there is some.
-    pub fn slot(&self) -> Option<&dyn Slot> {
+    pub fn slot(&self) -> Option<&dyn FrameSlot> {
         Some(&**self.slot.get()?)
     }
 
     /// State that others keep with it; made if there is none.
-    pub fn slot_or(&self, make: impl FnOnce() -> Box<dyn Slot>) -> &dyn Slot {
+    pub fn slot_or(&self, make: impl FnOnce() -> Box<dyn FrameSlot>) -> &dyn FrameSlot {
         &**self.slot.get_or_init(make)
     }
 
     /// State that others keep with the frame whose hooks it shares, if there is some.
-    pub fn shared_slot(&self) -> Option<&dyn Slot> {
+    pub fn shared_slot(&self) -> Option<&dyn FrameSlot> {
         self.shared.as_ref()?.get().slot()
     }
 

@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 use rustc_hash::FxHashMap;
 
 use crate::contexts::frame::{Frame, FrameId, copied};
-use crate::contexts::slot::State;
+use crate::contexts::slot::SlotState;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Again;
 use crate::hooks::site::Site;
@@ -64,7 +64,7 @@ impl FrameRef {
 
 /// Ways in which a repeat treats a hook.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum PhaseKind {
     /// Runs it; raises if it is gone, as it may change a value.
     Changes,
     /// Runs it, if it is there: Python code that observes.
@@ -77,7 +77,7 @@ pub enum Kind {
 pub type KeptHook<'py> = (Arc<Entry<Hook>>, Option<Bound<'py, Frame>>);
 
 /// Hook, by its id, and the owner that it fires for.
-pub type Key = (HookId, Option<FrameId>);
+pub type HookKey = (HookId, Option<FrameId>);
 
 /// A hook in one phase of a call, and what it did.
 pub struct Logged {
@@ -85,14 +85,14 @@ pub struct Logged {
     entry: Weak<Entry<Hook>>,
     id: HookId,
     pub owner: Option<FrameRef>,
-    pub kind: Kind,
+    pub kind: PhaseKind,
     /// Number of hooks of the whole call ahead of it.
     pub ahead: usize,
     entered: AtomicBool,
     /// Describes the hook, if it was entered and changes values.
     label: OnceLock<String>,
     /// State of the owner, as the hook found it.
-    state: OnceLock<State>,
+    state: OnceLock<SlotState>,
     again: OnceLock<Arc<dyn Again>>,
 }
 
@@ -105,9 +105,9 @@ impl Logged {
     ) -> PyResult<Self> {
         let hook = entry.hook();
         let kind = match (hook.changes(py), hook.runs_python(py)) {
-            (true, _) => Kind::Changes,
-            (false, true) => Kind::Python,
-            (false, false) => Kind::Observes,
+            (true, _) => PhaseKind::Changes,
+            (false, true) => PhaseKind::Python,
+            (false, false) => PhaseKind::Observes,
         };
         Ok(Self {
             entry: Arc::downgrade(entry),
@@ -141,7 +141,7 @@ impl Logged {
         self.id
     }
 
-    pub fn key(&self) -> Key {
+    pub fn key(&self) -> HookKey {
         (self.id, self.owner.as_ref().map(|owner| owner.id))
     }
 
@@ -193,7 +193,7 @@ impl Logged {
         if self.entered.swap(true, Ordering::Relaxed) {
             return;
         }
-        if let Some(module) = module.filter(|_| self.kind == Kind::Changes) {
+        if let Some(module) = module.filter(|_| self.kind == PhaseKind::Changes) {
             let _ = self.label.set(Site { entry, module }.describe());
         }
         if let Some(state) = owner.and_then(|it| it.get().slot()?.state()) {
@@ -203,12 +203,12 @@ impl Logged {
 }
 
 /// Hooks of one phase of a call, in firing order.
-pub struct Hooks {
+pub struct LoggedHooks {
     list: Box<[Logged]>,
-    places: FxHashMap<Key, usize>,
+    places: FxHashMap<HookKey, usize>,
 }
 
-impl Hooks {
+impl LoggedHooks {
     pub fn new(list: Vec<Logged>) -> Self {
         let places = list.iter().enumerate().map(|(at, it)| (it.key(), at));
         Self {
@@ -225,7 +225,7 @@ impl Hooks {
         &self.list[at]
     }
 
-    fn find(&self, key: &Key) -> Option<&Logged> {
+    fn find(&self, key: &HookKey) -> Option<&Logged> {
         self.places.get(key).map(|at| &self.list[*at])
     }
 }
@@ -233,9 +233,9 @@ impl Hooks {
 /// Log of one phase of one call.
 pub struct PhaseLog {
     module: Option<Py<PyWeakrefReference>>,
-    pub whole: Hooks,
+    pub whole: LoggedHooks,
     /// Batch, and hooks of its members.
-    members: OnceLock<(FrameRef, Hooks)>,
+    members: OnceLock<(FrameRef, LoggedHooks)>,
     /// Members that failed, with the reasons.
     failed: Mutex<Vec<(FrameId, PyErr)>>,
 }
@@ -245,7 +245,7 @@ impl PhaseLog {
         let module = module.map(PyWeakrefReference::new).transpose()?;
         Ok(Self {
             module: module.map(Bound::unbind),
-            whole: Hooks::new(whole),
+            whole: LoggedHooks::new(whole),
             members: OnceLock::new(),
             failed: Mutex::default(),
         })
@@ -265,7 +265,7 @@ impl PhaseLog {
     }
 
     /// Batch, and hooks of its members; None outside of a batch.
-    pub fn members(&self) -> Option<(&FrameRef, &Hooks)> {
+    pub fn members(&self) -> Option<(&FrameRef, &LoggedHooks)> {
         self.members.get().map(|(batch, hooks)| (batch, hooks))
     }
 
@@ -276,7 +276,7 @@ impl PhaseLog {
         self.whole.iter().chain(members)
     }
 
-    fn find(&self, key: &Key) -> Option<&Logged> {
+    fn find(&self, key: &HookKey) -> Option<&Logged> {
         let of_members = || self.members.get()?.1.find(key);
         self.whole.find(key).or_else(of_members)
     }
@@ -354,12 +354,12 @@ impl<'py> PhaseRun<'py> {
         if let Some(record) = &self.record {
             let _ = record
                 .members
-                .set((FrameRef::of(batch)?, Hooks::new(hooks()?)));
+                .set((FrameRef::of(batch)?, LoggedHooks::new(hooks()?)));
         }
         Ok(())
     }
 
-    fn find(log: Option<&Arc<PhaseLog>>, key: Key) -> Option<&Logged> {
+    fn find(log: Option<&Arc<PhaseLog>>, key: HookKey) -> Option<&Logged> {
         log?.find(&key)
     }
 
@@ -377,7 +377,9 @@ impl<'py> PhaseRun<'py> {
             .as_ref()
             .and_then(|it| Some((it, it.log.find(&key)?)));
         let invocation = match logged {
-            Some((_, logged)) if !logged.entered() || logged.kind == Kind::Observes => return None,
+            Some((_, logged)) if !logged.entered() || logged.kind == PhaseKind::Observes => {
+                return None;
+            }
             Some((replay, logged)) => {
                 let closed = owner.is_some_and(|owner| owner.get().closed());
                 let entered = if closed {
@@ -385,7 +387,7 @@ impl<'py> PhaseRun<'py> {
                 } else {
                     entry.enter_disabled(inside)
                 };
-                if entered.is_none() && logged.kind == Kind::Changes {
+                if entered.is_none() && logged.kind == PhaseKind::Changes {
                     let _ = replay.gone.set(logged.gone(self.module.py()));
                 }
                 entered?
@@ -423,7 +425,7 @@ impl<'py> PhaseRun<'py> {
     ) {
         let key = (entry.id(), owner.map(|it| it.get().id()));
         if let Some(logged) = Self::find(self.record.as_ref(), key)
-            && logged.kind == Kind::Observes
+            && logged.kind == PhaseKind::Observes
         {
             let raises = Raises(copied(self.module.py(), error));
             let _ = logged.again.set(Arc::new(raises));

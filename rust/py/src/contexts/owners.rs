@@ -60,18 +60,18 @@ pub struct Firing<'py> {
 enum Owners<'py> {
     Everybody,
     One(Bound<'py, Frame>),
-    Many(Box<Merged<'py>>),
+    Many(Box<MergedHooksOfFrames<'py>>),
     /// In a checkpointed forward or its repeat, with the run of the phase.
-    Logged(Box<(Merged<'py>, Rc<PhaseRun<'py>>)>),
+    Logged(Box<(MergedHooksOfFrames<'py>, Rc<PhaseRun<'py>>)>),
 }
 
 /// Owners of merged snapshots, and for each hook the number of its snapshot.
-struct Merged<'py> {
+struct MergedHooksOfFrames<'py> {
     owners: Vec<Option<Bound<'py, Frame>>>,
     numbers: Box<[usize]>,
 }
 
-impl<'py> Merged<'py> {
+impl<'py> MergedHooksOfFrames<'py> {
     fn of(&self, at: usize) -> Option<&Bound<'py, Frame>> {
         self.owners[self.numbers[at]].as_ref()
     }
@@ -92,7 +92,7 @@ impl<'py> Firing<'py> {
         let (entries, owners) = hooks.into_iter().unzip();
         Self {
             snapshot: Snapshot::of(entries),
-            owners: Owners::Many(Box::new(Merged { owners, numbers })),
+            owners: Owners::Many(Box::new(MergedHooksOfFrames { owners, numbers })),
         }
     }
 
@@ -103,7 +103,7 @@ impl<'py> Firing<'py> {
 
     /// The same hooks, in the run of a phase.
     pub fn in_run(self, run: PhaseRun<'py>) -> Self {
-        let alike = |owner| Merged {
+        let alike = |owner| MergedHooksOfFrames {
             owners: vec![owner],
             numbers: vec![0; self.entries().len()].into(),
         };
@@ -146,7 +146,7 @@ impl<'py> Firing<'py> {
         let (snapshot, numbers) = Snapshot::merged(&snapshots);
         Some(Self {
             snapshot,
-            owners: Owners::Many(Box::new(Merged { owners, numbers })),
+            owners: Owners::Many(Box::new(MergedHooksOfFrames { owners, numbers })),
         })
     }
 

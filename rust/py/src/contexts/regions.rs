@@ -17,7 +17,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::contexts::current::{self, active, variable_of};
 use crate::contexts::frame::{Frame, FrameId};
-use crate::contexts::log::{FrameRef, Kind, Logged, PhaseLog, PhaseRun, Replay};
+use crate::contexts::log::{FrameRef, Logged, PhaseKind, PhaseLog, PhaseRun, Replay};
 use crate::contexts::owners::{Firing, Owned};
 use crate::cpython::once::Once;
 use crate::error::hook_error;
@@ -33,7 +33,7 @@ pub fn any_open() -> bool {
 }
 
 /// Phase of the calls of the module with an id.
-type Place = (u64, Phase);
+type RegionPlace = (u64, Phase);
 
 /// Log of one forward of a checkpointed function.
 #[derive(Default)]
@@ -41,11 +41,11 @@ struct Log {
     outside: OnceLock<Outside>,
     complete: AtomicBool,
     /// The calls, in order.
-    calls: Mutex<FxHashMap<Place, Vec<Arc<PhaseLog>>>>,
+    calls: Mutex<FxHashMap<RegionPlace, Vec<Arc<PhaseLog>>>>,
     /// True for each call that had a hook of a backward phase.
-    taps: Mutex<FxHashMap<Place, Vec<bool>>>,
+    taps: Mutex<FxHashMap<RegionPlace, Vec<bool>>>,
     /// Hooks in graphs of `torch.compile`.
-    traced: Mutex<FxHashMap<Place, Arc<PhaseLog>>>,
+    traced: Mutex<FxHashMap<RegionPlace, Arc<PhaseLog>>>,
     /// Hooks that the forward registered.
     registered: Mutex<FxHashSet<HookId>>,
 }
@@ -85,8 +85,8 @@ struct Repeat {
     /// Modules that stay instrumented for it, and the ids that they had in the forward.
     visited: Vec<(u64, Py<PyAny>)>,
     /// Numbers of the calls so far.
-    calls: Mutex<FxHashMap<Place, usize>>,
-    taps: Mutex<FxHashMap<Place, usize>>,
+    calls: Mutex<FxHashMap<RegionPlace, usize>>,
+    taps: Mutex<FxHashMap<RegionPlace, usize>>,
     gone: Arc<OnceLock<String>>,
 }
 
@@ -110,7 +110,7 @@ impl Log {
 
     /// Returns why a phase cannot run again: a hook is gone that has to run; None if it can.
     fn gone(&self, py: Python<'_>, phase: &PhaseLog) -> Option<String> {
-        let needed = |logged: &&Logged| logged.entered() && logged.kind == Kind::Changes;
+        let needed = |logged: &&Logged| logged.entered() && logged.kind == PhaseKind::Changes;
         let mut whole = phase.whole.iter().filter(needed);
         if let Some(gone) = whole.find(|it| !self.is_inner(it) && it.get(py).is_none()) {
             return Some(gone.gone(py));
@@ -147,7 +147,11 @@ impl Log {
 
 impl Repeat {
     /// Takes the log of the next call of a module; None if the forward logged none.
-    fn next(&self, module: &Bound<'_, PyAny>, place: Place) -> PyResult<Option<Arc<PhaseLog>>> {
+    fn next(
+        &self,
+        module: &Bound<'_, PyAny>,
+        place: RegionPlace,
+    ) -> PyResult<Option<Arc<PhaseLog>>> {
         let calls = self.log.calls.lock();
         let visited = self.visited.iter().find(|(_, it)| it.is(module));
         let place = visited.map_or(place, |(id, _)| (*id, place.1));
@@ -160,7 +164,7 @@ impl Repeat {
         let found = logs.get(*number - 1).map(Arc::clone);
         let runs = |log: &Arc<PhaseLog>| {
             let mut all = log.all();
-            all.any(|it| it.entered() && it.kind == Kind::Changes)
+            all.any(|it| it.entered() && it.kind == PhaseKind::Changes)
         };
         if found.is_none() && logs.iter().any(runs) {
             return Err(hook_error(
@@ -226,7 +230,7 @@ impl Repeat {
             if !logged.entered() || (!live.is_empty() && self.log.is_inner(logged)) {
                 continue;
             }
-            if logged.kind == Kind::Observes && !observers {
+            if logged.kind == PhaseKind::Observes && !observers {
                 if logged.again().is_some() {
                     again.push((hooks.len(), number));
                 }
@@ -234,7 +238,7 @@ impl Repeat {
             }
             match logged.get(py) {
                 Some(hook) => hooks.push(hook),
-                None if logged.kind == Kind::Changes => {
+                None if logged.kind == PhaseKind::Changes => {
                     return Err(hook_error(py, logged.gone(py)));
                 }
                 None => {}
@@ -306,7 +310,7 @@ impl Regions {
         outside.is_some_and(|outside| outside.has(owner.id()))
     }
 
-    fn write(&self, place: Place, log: &Arc<PhaseLog>) {
+    fn write(&self, place: RegionPlace, log: &Arc<PhaseLog>) {
         for each in &self.recording {
             let mut calls = each.calls.lock();
             calls.entry(place).or_default().push(Arc::clone(log));
@@ -317,7 +321,7 @@ impl Regions {
     pub fn begin<'py>(
         &self,
         module: &Bound<'py, PyAny>,
-        place: Place,
+        place: RegionPlace,
         live: Option<Firing<'py>>,
     ) -> PyResult<Firing<'py>> {
         let py = module.py();
@@ -342,7 +346,7 @@ impl Regions {
     }
 
     /// True if the call has a hook of a backward phase. `live`: whether any other call has.
-    pub fn taps(&self, place: Place, live: bool) -> bool {
+    pub fn taps(&self, place: RegionPlace, live: bool) -> bool {
         let mut taps = live;
         if let Some(repeat) = &self.repeat {
             let mut taken = repeat.taps.lock();
@@ -367,7 +371,7 @@ impl Regions {
     pub fn traced<'py>(
         &self,
         py: Python<'py>,
-        place: Place,
+        place: RegionPlace,
         live: Option<Firing<'py>>,
     ) -> PyResult<Option<Firing<'py>>> {
         let mut firing = live;
@@ -450,10 +454,10 @@ impl ForwardLog {
 pub struct RegionRun {
     log: Arc<Log>,
     repeats: bool,
-    entered: Mutex<Option<Entered>>,
+    entered: Mutex<Option<EnteredRegion>>,
 }
 
-struct Entered {
+struct EnteredRegion {
     /// Tokens of the changes of the context.
     regions: Py<PyAny>,
     frames: Option<Py<PyAny>>,
@@ -471,7 +475,7 @@ impl RegionRun {
         }
     }
 
-    fn begin(&self, py: Python<'_>) -> PyResult<Entered> {
+    fn begin(&self, py: Python<'_>) -> PyResult<EnteredRegion> {
         let (mut frames, mut attachment, mut again) = (None, None, None);
         let regions = if self.repeats {
             self.log.check(py)?;
@@ -507,7 +511,7 @@ impl RegionRun {
         let regions = Bound::new(py, regions)?.into_any();
         let regions = current::set_in(Regions::variable(py)?, &regions)?.unbind();
         OPEN.fetch_add(1, Ordering::Relaxed);
-        Ok(Entered {
+        Ok(EnteredRegion {
             regions,
             frames,
             attachment,

@@ -8,10 +8,10 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 /// State of a slot that the hooks of its frame see while a call runs.
-pub type State = Arc<dyn Any + Send + Sync>;
+pub type SlotState = Arc<dyn Any + Send + Sync>;
 
 /// State that others keep with a frame, for as long as it lives.
-pub trait Slot: Any + Send + Sync {
+pub trait FrameSlot: Any + Send + Sync {
     /// True if calls in the entered frame run hooks of others for the module with this id.
     fn has_hooks(&self, _frame: &Bound<'_, PyAny>, _module: u64, _phases: &[Phase]) -> bool {
         false
@@ -23,12 +23,12 @@ pub trait Slot: Any + Send + Sync {
     }
 
     /// The state that hooks of the frame see now, on this thread.
-    fn state(&self) -> Option<State> {
+    fn state(&self) -> Option<SlotState> {
         None
     }
 
     /// Has hooks find a former [state](Self::state) on this thread, until `end_repeat`.
-    fn begin_repeat(&self, _state: State) {}
+    fn begin_repeat(&self, _state: SlotState) {}
 
     /// Ends the innermost repeat on this thread.
     fn end_repeat(&self) {}

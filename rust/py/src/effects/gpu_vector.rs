@@ -6,14 +6,14 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 
 /// Vector on one GPU, made when it is first read. An attribute, as Dynamo takes those of native
 /// classes for inputs of a graph, and reads them anew in each call.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct GpuVector {
     make: Py<PyAny>,
-    tensor: OnceLock<(Py<PyAny>, Order)>,
+    tensor: OnceLock<(Py<PyAny>, StreamOrder)>,
 }
 
 #[pymethods]
@@ -34,7 +34,7 @@ impl GpuVector {
             return Ok(tensor.bind(py).clone());
         }
         let tensor = self.make.bind(py).call0()?;
-        if let Some(order) = Order::of(&PyTuple::new(py, [&tensor])?)? {
+        if let Some(order) = StreamOrder::of(&PyTuple::new(py, [&tensor])?)? {
             let _ = self.tensor.set((tensor.clone().unbind(), order));
         }
         Ok(tensor)

@@ -14,10 +14,10 @@ use pyo3::types::PyTuple;
 use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::rows::mask::Mask;
-use crate::rows::matrix::Arguments;
+use crate::rows::matrix::CallArguments;
 use crate::torch;
 use crate::torch::facts::Facts;
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 use crate::torch::nested::{is_nested, map_dense};
 use crate::torch::tensors::{last_step, part_of, summed, with_part};
 
@@ -44,7 +44,7 @@ pub struct Table {
     pub dtype: Py<PyAny>,
     pub device: Py<PyAny>,
     pub tensors: Py<PyTuple>,
-    pub order: Order,
+    pub order: StreamOrder,
 }
 
 /// Base of interventions.
@@ -83,7 +83,7 @@ struct Cast {
     dtype: Py<PyAny>,
     device: Py<PyAny>,
     vector: Py<PyAny>,
-    order: Order,
+    order: StreamOrder,
     others: Casts,
 }
 
@@ -208,7 +208,7 @@ impl InterventionBase {
         let change = Change {
             intervention: slf,
             describe: turn.describe,
-            mask: mask.map(|mask| (mask, Arguments::of(turn))),
+            mask: mask.map(|mask| (mask, CallArguments::of(turn))),
         };
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
             let message = format!(
@@ -254,7 +254,7 @@ pub struct Change<'a, 'py> {
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
     /// Where it changes; with the arguments of the call.
-    pub mask: Option<(&'a Mask, Arguments<'a, 'py>)>,
+    pub mask: Option<(&'a Mask, CallArguments<'a, 'py>)>,
 }
 
 impl<'py> Change<'_, 'py> {
@@ -484,7 +484,7 @@ impl<'py> Change<'_, 'py> {
         let method = intern!(py, "vector_as");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
         if !this.trained
-            && let Some(order) = Order::of(&PyTuple::new(py, [&vector])?)?
+            && let Some(order) = StreamOrder::of(&PyTuple::new(py, [&vector])?)?
         {
             this.casts.add(Cast {
                 dtype: dtype.unbind(),

@@ -12,7 +12,7 @@ use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::merging::{InBatch, Merging, in_batch};
-use crate::rows::matrix::Arguments;
+use crate::rows::matrix::CallArguments;
 use crate::rows::membership::Membership;
 use crate::rows::places::Tokens;
 use crate::torch;
@@ -82,7 +82,7 @@ impl Native for MaskedHook {
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }
-        let call = Some(Arguments::of(turn));
+        let call = Some(CallArguments::of(turn));
         mask.merge(turn.describe, &result, turn.value, call)
             .map(Some)
     }

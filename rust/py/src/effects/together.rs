@@ -12,11 +12,12 @@ use pyo3::types::{PyList, PyTuple};
 use crate::effects::intervention::{Change, InterventionBase, Operation, Table, with_residual};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
+    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
+    same_part,
 };
 use crate::rows::numbers::Selection;
 use crate::torch;
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 use ferrohook_core::Phase;
 
 /// Number of tables that an intervention keeps, for the batches that begin with it.
@@ -56,10 +57,10 @@ fn spread<'py>(
 }
 
 /// Interventions of some members.
-pub struct Together(Vec<Group>);
+pub struct JointInterventions(Vec<InterventionGroup>);
 
 /// Interventions of the same operation, on the same part of a value.
-struct Group {
+struct InterventionGroup {
     /// Number of the part of the first one.
     part: usize,
     hooks: Vec<Py<InterventionBase>>,
@@ -68,8 +69,8 @@ struct Group {
     selection: Arc<Selection>,
 }
 
-impl Together {
-    pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
+impl JointInterventions {
+    pub fn of(parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
         let mut hooks = Vec::with_capacity(parts.len());
         for part in parts {
             hooks.push(part.hook.cast::<InterventionBase>()?);
@@ -77,7 +78,7 @@ impl Together {
         let groups = groups(parts, alike)?.into_iter().map(|group| {
             let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let hooks = group.iter().map(|number| hooks[*number]);
-            Group {
+            InterventionGroup {
                 part: group[0],
                 key: hooks.clone().map(|hook| hook.get().number).collect(),
                 hooks: hooks.map(|hook| hook.clone().unbind()).collect(),
@@ -109,8 +110,8 @@ fn has_fractions(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
             .is_truthy()?)
 }
 
-impl Joint for Together {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
+impl Joint for JointInterventions {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
         let mut now = shared.value.clone();
         let lone = torch::is_tensor(&now)?;
         for group in &self.0 {
@@ -127,7 +128,7 @@ impl Joint for Together {
                 group.rows(&change, shared, x, residual)
             })?;
         }
-        Ok(Merged {
+        Ok(MergedResult {
             value: Some(now),
             failed: Vec::new(),
         })
@@ -139,7 +140,7 @@ impl Joint for Together {
     }
 }
 
-impl Group {
+impl InterventionGroup {
     /// Applies each intervention to its rows of a tensor.
     fn rows<'py>(
         &self,
@@ -245,7 +246,7 @@ impl Group {
         let arguments = (hooks, vectors, &dtype, &device);
         let tensors = first.call_method1(intern!(py, "_tables"), arguments)?;
         let tensors = tensors.cast_into::<PyTuple>()?;
-        if let Some(order) = Order::of(&tensors)? {
+        if let Some(order) = StreamOrder::of(&tensors)? {
             let table = Table {
                 key: self.key.clone(),
                 dtype: dtype.unbind(),
@@ -305,7 +306,7 @@ impl InBatch for InterventionBase {
 
     fn check_parts<'py>(
         &self,
-        parts: &[Part<'_, 'py>],
+        parts: &[MergedPart<'_, 'py>],
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<(usize, PyErr)>> {
         let py = value.py();
@@ -348,7 +349,7 @@ impl InBatch for InterventionBase {
         Ok(failed)
     }
 
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(Together::of(parts, select)?))
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(JointInterventions::of(parts, select)?))
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
 use crate::hooks::options::{HookOptions, OnError};
-use crate::hooks::place::Place;
+use crate::hooks::origin::Origin;
 
 /// Callback of a registry's entry.
 pub struct Hook {
@@ -23,7 +23,7 @@ pub struct Hook {
     pub options: HookOptions,
     times: Option<Box<Times>>,
     /// Where it was registered, if for everybody.
-    pub place: Option<Place>,
+    pub place: Option<Origin>,
     pub failure: Failure,
     /// The module, if the hook has one of its own for it or is of a plan.
     module: Option<Box<ForModule>>,

@@ -7,5 +7,5 @@ pub mod hook;
 pub mod native;
 pub mod operators;
 pub mod options;
-pub mod place;
+pub mod origin;
 pub mod site;

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyString};
 
 use crate::contexts::frame::Frame;
-use crate::contexts::slot::Slot;
+use crate::contexts::slot::FrameSlot;
 use crate::error::rows_error;
 use crate::rows::mask::Mask;
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPositions, in_tensors};
@@ -19,10 +19,10 @@ use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPositions, in_ten
 /// positions of tokens, a list, to the places of those that it chooses.
 pub struct At {
     given: Py<PyAny>,
-    kind: Kind,
+    kind: PositionsKind,
 }
 
-enum Kind {
+enum PositionsKind {
     Prompt,
     LastPrompt,
     Generated,
@@ -42,25 +42,25 @@ impl<'py> FromPyObject<'_, 'py> for At {
         let py = given.py();
         let kind = if let Ok(name) = given.cast::<PyString>() {
             match name.to_str()? {
-                "prompt" => Kind::Prompt,
-                "last_prompt" => Kind::LastPrompt,
-                _ => Kind::Generated,
+                "prompt" => PositionsKind::Prompt,
+                "last_prompt" => PositionsKind::LastPrompt,
+                _ => PositionsKind::Generated,
             }
         } else if given.is_instance_of::<PyInt>() {
-            Kind::One(saturating(&given)?)
+            PositionsKind::One(saturating(&given)?)
         } else if let Ok(slice) = given.cast::<PySlice>() {
             let bound = |name: &Bound<'py, PyString>| {
                 let bound = slice.getattr(name)?;
                 let bound = (!bound.is_none()).then_some(bound);
                 bound.map(|it| saturating(&it)).transpose()
             };
-            Kind::Slice {
+            PositionsKind::Slice {
                 start: bound(intern!(py, "start"))?,
                 stop: bound(intern!(py, "stop"))?,
                 step: bound(intern!(py, "step"))?.unwrap_or(1),
             }
         } else {
-            Kind::Function
+            PositionsKind::Function
         };
         let given = given.to_owned().unbind();
         Ok(Self { given, kind })
@@ -81,10 +81,12 @@ impl At {
     /// True if they refer to the length of the prompt.
     fn needs_prompt(&self) -> bool {
         match self.kind {
-            Kind::Prompt | Kind::LastPrompt | Kind::Generated => true,
-            Kind::One(position) => position < 0,
-            Kind::Slice { start, stop, .. } => [start, stop].into_iter().flatten().any(|it| it < 0),
-            Kind::Function => false,
+            PositionsKind::Prompt | PositionsKind::LastPrompt | PositionsKind::Generated => true,
+            PositionsKind::One(position) => position < 0,
+            PositionsKind::Slice { start, stop, .. } => {
+                [start, stop].into_iter().flatten().any(|it| it < 0)
+            }
+            PositionsKind::Function => false,
         }
     }
 
@@ -112,18 +114,18 @@ impl At {
             _ => length.saturating_add(bound).max(0),
         };
         let chosen: Box<dyn Fn(i64) -> bool> = match self.kind {
-            Kind::Prompt => Box::new(|it| it < length),
-            Kind::LastPrompt => Box::new(|it| it == length - 1),
-            Kind::Generated => Box::new(|it| it >= length),
-            Kind::One(one) if one >= 0 => Box::new(move |it| it == one),
-            Kind::One(one) => Box::new(move |it| it == length.saturating_add(one)),
-            Kind::Slice { start, stop, step } => {
+            PositionsKind::Prompt => Box::new(|it| it < length),
+            PositionsKind::LastPrompt => Box::new(|it| it == length - 1),
+            PositionsKind::Generated => Box::new(|it| it >= length),
+            PositionsKind::One(one) if one >= 0 => Box::new(move |it| it == one),
+            PositionsKind::One(one) => Box::new(move |it| it == length.saturating_add(one)),
+            PositionsKind::Slice { start, stop, step } => {
                 let (start, stop) = (start.map_or(0, from_end), stop.map(from_end));
                 Box::new(move |it| {
                     it >= start && stop.is_none_or(|stop| it < stop) && (it - start) % step == 0
                 })
             }
-            Kind::Function => {
+            PositionsKind::Function => {
                 let count = positions.len();
                 let positions: Vec<_> = positions.iter().map(|it| it.0).collect();
                 let places = self.given.bind(py).call1((positions, length))?;
@@ -176,7 +178,7 @@ impl PlanPositions {
     }
 }
 
-impl Slot for PlanPositions {
+impl FrameSlot for PlanPositions {
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         self.0.iter().try_for_each(|at| visit.call(&at.given))
     }

@@ -18,11 +18,11 @@ use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_error, rows_error};
 use crate::rows::calls::merged::MergedHooks;
-use crate::rows::calls::remembered::{Key, Remembered};
+use crate::rows::calls::remembered::{Remembered, RememberedKey};
 use crate::rows::given;
 use crate::rows::layout::{Gathered, Layout};
-use crate::rows::matrix::{Arguments, Padded};
-use crate::rows::member::{Member, Owners};
+use crate::rows::matrix::{CallArguments, Padded};
+use crate::rows::member::{Member, RowOwners};
 use crate::rows::membership::Membership;
 use crate::rows::numbers::{BatchRows, Selections, length};
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenDims, TokenPositions, in_tensors};
@@ -133,7 +133,7 @@ impl BatchBase {
         if named > given::MOST_ROWS {
             return Err(given::too_many(py, named - 1));
         }
-        Owners::of(py, &members, named)?;
+        RowOwners::of(py, &members, named)?;
         let mut modules = Vec::new();
         let mut by_address = FxHashMap::default();
         for (module, index, own) in gathered {
@@ -449,7 +449,7 @@ impl BatchBase {
     /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
     /// which the first member has. The members have joined.
     fn start_remembering(&self) {
-        let key = Key {
+        let key = RememberedKey {
             members: self
                 .members
                 .iter()
@@ -609,7 +609,7 @@ impl BatchBase {
         let py = module.py();
         let gathered = &self.gathered[&(module.as_ptr() as usize)];
         let index = gathered.read(module, args, kwargs, output)?;
-        let owners = Owners::of(py, &self.members, self.named)?;
+        let owners = RowOwners::of(py, &self.members, self.named)?;
         let size = self.size.get().copied();
         gathered.layout(py, &index, &self.members, &owners, size)
     }
@@ -620,7 +620,7 @@ impl BatchBase {
         &self,
         layout: &Layout,
         value: &Bound<'py, PyAny>,
-        call: Arguments<'_, 'py>,
+        call: CallArguments<'_, 'py>,
         covered: bool,
     ) -> PyResult<Option<Layout>> {
         if !layout.is_of_batch() {

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::rows_error;
-use crate::rows::member::{Member, Owners};
+use crate::rows::member::{Member, RowOwners};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{BatchRow, MemberPlace, OwnRows, TokenPlace, in_tensors};
 use crate::torch::is_tensor;
@@ -60,7 +60,7 @@ impl Gathered {
         py: Python<'_>,
         index: &[i64],
         members: &[Member],
-        owners: &Owners,
+        owners: &RowOwners,
         size: Option<usize>,
     ) -> PyResult<Layout> {
         let mut rows = vec![(Vec::new(), Vec::new()); members.len()];

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::hook_type_error;
-use crate::rows::matrix::{Arguments, Padded};
+use crate::rows::matrix::{CallArguments, Padded};
 use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::nested::is_nested;
@@ -144,7 +144,7 @@ impl Mask {
         &self,
         describe: &dyn Fn() -> String,
         tensor: &Bound<'py, PyAny>,
-        call: Option<Arguments<'_, 'py>>,
+        call: Option<CallArguments<'_, 'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let dims = self.dims_of(describe, tensor, call)?;
@@ -163,7 +163,7 @@ impl Mask {
         describe: &dyn Fn() -> String,
         changed: &Bound<'py, PyAny>,
         x: &Bound<'py, PyAny>,
-        call: Option<Arguments<'_, 'py>>,
+        call: Option<CallArguments<'_, 'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         let dims = self.dims_of(describe, x, call)?;
@@ -188,7 +188,7 @@ impl Mask {
         &self,
         describe: &dyn Fn() -> String,
         x: &Bound<'py, PyAny>,
-        call: Option<Arguments<'_, 'py>>,
+        call: Option<CallArguments<'_, 'py>>,
     ) -> PyResult<usize> {
         let py = x.py();
         let shape = |tensor: &Bound<'_, PyAny>| -> PyResult<Vec<usize>> {

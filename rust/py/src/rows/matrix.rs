@@ -14,7 +14,7 @@ use crate::torch::tensors::for_each_tensor;
 
 /// Arguments of a call.
 #[derive(Clone, Copy)]
-pub struct Arguments<'a, 'py> {
+pub struct CallArguments<'a, 'py> {
     pub args: &'a Bound<'py, PyTuple>,
     pub kwargs: Option<&'a Bound<'py, PyDict>>,
 }
@@ -26,7 +26,7 @@ pub struct Padded {
     pub columns: usize,
 }
 
-impl<'a, 'py> Arguments<'a, 'py> {
+impl<'a, 'py> CallArguments<'a, 'py> {
     pub const fn of(turn: &Turn<'a, 'py>) -> Self {
         Self {
             args: turn.args,

@@ -74,9 +74,9 @@ impl Member {
 }
 
 /// Member of each row, by number, and the row's place among those of it; None for a row of nobody.
-pub struct Owners(Vec<Option<(usize, MemberPlace)>>);
+pub struct RowOwners(Vec<Option<(usize, MemberPlace)>>);
 
-impl Owners {
+impl RowOwners {
     pub fn of(py: Python<'_>, members: &[Member], named: usize) -> PyResult<Self> {
         let mut owners = vec![None; named];
         for (number, member) in members.iter().enumerate() {

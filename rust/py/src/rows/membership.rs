@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::contexts::calls::Calls;
 use crate::contexts::frame::Frame;
-use crate::contexts::slot::{Slot, State as AnyState};
+use crate::contexts::slot::{FrameSlot, SlotState};
 use crate::error::rows_error;
 use crate::rows::at::Masks;
 use crate::rows::calls::remembered::Remembered;
@@ -35,14 +35,14 @@ struct State {
     /// Tokens at the positions of its plan in the calls of its batch.
     masks: Option<Arc<Masks>>,
     /// Those of the calls of the model that run.
-    calls: Calls<Call>,
+    calls: Calls<MemberCall>,
     /// Those of the phases that are repeated: of the forward.
     repeats: Calls<Arc<Masks>>,
 }
 
 /// Call of a module that takes tokens.
 #[derive(Default)]
-pub struct Call {
+pub struct MemberCall {
     /// Tokens at the positions of the plan; None until they are found.
     pub masks: Option<Arc<Masks>>,
     /// Its tokens and their sequences, as Python keeps them.
@@ -86,12 +86,16 @@ impl Membership {
     pub fn begin_call(frame: &Frame, masks: Option<Arc<Masks>>) {
         if let Some(membership) = Self::of_any(frame) {
             let tokens = None;
-            membership.0.lock().calls.begin(Call { masks, tokens });
+            membership
+                .0
+                .lock()
+                .calls
+                .begin(MemberCall { masks, tokens });
         }
     }
 
     /// Sets what is known of the innermost call on this thread.
-    pub fn set_call(frame: &Frame, call: Call) {
+    pub fn set_call(frame: &Frame, call: MemberCall) {
         let former = Self::of(frame).and_then(|membership| {
             let mut state = membership.0.lock();
             Some(mem::replace(state.calls.innermost()?, call))
@@ -100,16 +104,16 @@ impl Membership {
     }
 
     /// Returns the call around the innermost one on this thread.
-    pub fn around(py: Python<'_>, frame: &Frame) -> Option<Call> {
+    pub fn around(py: Python<'_>, frame: &Frame) -> Option<MemberCall> {
         let state = Self::of(frame)?.0.lock();
-        state.calls.around().map(|call| Call {
+        state.calls.around().map(|call| MemberCall {
             masks: call.masks.clone(),
             tokens: call.tokens.as_ref().map(|it| it.clone_ref(py)),
         })
     }
 
     /// Ends the innermost call on this thread, and returns it.
-    pub fn end_call(frame: &Frame) -> Option<Call> {
+    pub fn end_call(frame: &Frame) -> Option<MemberCall> {
         Self::of(frame)?.0.lock().calls.end()
     }
 
@@ -223,7 +227,7 @@ impl Membership {
     }
 }
 
-impl Slot for Membership {
+impl FrameSlot for Membership {
     fn check_hook(&self, py: Python<'_>, gradients: bool) -> PyResult<()> {
         let (joined, served) = {
             let state = self.0.lock();
@@ -240,11 +244,11 @@ impl Slot for Membership {
         Ok(())
     }
 
-    fn state(&self) -> Option<AnyState> {
+    fn state(&self) -> Option<SlotState> {
         Some(self.masks_here()?)
     }
 
-    fn begin_repeat(&self, state: AnyState) {
+    fn begin_repeat(&self, state: SlotState) {
         if let Ok(masks) = state.downcast() {
             self.0.lock().repeats.begin(masks);
         }

@@ -202,15 +202,15 @@ pub struct Selection {
 }
 
 /// Members of a selection: number, and the index of its positions, if it is of some.
-pub type Key = Vec<(usize, Option<usize>)>;
+pub type PartKeys = Vec<(usize, Option<usize>)>;
 
 /// Selections of a batch, each made when it is first needed.
 #[derive(Default)]
-pub struct Selections(Mutex<Vec<(Key, Arc<Selection>)>>);
+pub struct Selections(Mutex<Vec<(PartKeys, Arc<Selection>)>>);
 
 impl Selections {
     /// Returns the selection of the members with these rows, in order.
-    pub fn get(&self, key: Key, rows: &[&Rows]) -> Arc<Selection> {
+    pub fn get(&self, key: PartKeys, rows: &[&Rows]) -> Arc<Selection> {
         let mut made = self.0.lock();
         if let Some((_, found)) = made.iter().find(|(of, _)| *of == key) {
             return Arc::clone(found);

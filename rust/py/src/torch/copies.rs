@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::torch::made::Order;
+use crate::torch::made::StreamOrder;
 use crate::torch::tensors::requires_grad;
 
 /// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
@@ -56,7 +56,7 @@ pub fn capturing(py: Python<'_>) -> PyResult<Option<bool>> {
 struct Copy {
     device: Py<PyAny>,
     tensor: Py<PyAny>,
-    order: Order,
+    order: StreamOrder,
 }
 
 /// Copies of a tensor of the host, one for each device, made when they are first needed.
@@ -86,7 +86,7 @@ impl Copies {
             }
         }
         let tensor = to_device(&make()?, &device)?;
-        if let Some(order) = Order::of(&PyTuple::new(py, [&tensor])?)? {
+        if let Some(order) = StreamOrder::of(&PyTuple::new(py, [&tensor])?)? {
             let (device, tensor) = (device.unbind(), tensor.clone().unbind());
             self.0.lock().push(Copy {
                 device,

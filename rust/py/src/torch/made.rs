@@ -6,14 +6,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 /// Order of the uses of tensors behind the kernels that made them.
-pub enum Order {
+pub enum StreamOrder {
     /// The tensors are not on a GPU, or their users know when they were made.
     Any,
     /// A `ferrohook.util.streams.Made`.
     After(Py<PyAny>),
 }
 
-impl Order {
+impl StreamOrder {
     /// That of tensors of one device that were made just now. None if they are part of a CUDA graph
     /// that is being captured, and must not be used by later calls.
     pub fn of(tensors: &Bound<'_, PyTuple>) -> PyResult<Option<Self>> {

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
-use super::{NativeDetector, Shared, Statistics};
+use super::{NativeDetector, SharedStatistics, Statistics};
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::native::Turn;
 use crate::torch::tensors;
@@ -23,15 +23,15 @@ pub struct CallCounter;
 impl CallCounter {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with(py, Self, Calls::default())
+        NativeDetector::with(py, Self, CallCount::default())
     }
 }
 
 #[derive(Clone, Default)]
-struct Calls(u64);
+struct CallCount(u64);
 
-impl Statistics for Calls {
-    fn observe(shared: &Shared<Self>, _turn: &Turn<'_, '_>) -> PyResult<()> {
+impl Statistics for CallCount {
+    fn observe(shared: &SharedStatistics<Self>, _turn: &Turn<'_, '_>) -> PyResult<()> {
         shared.statistics.lock().0 += 1;
         Ok(())
     }
@@ -89,7 +89,7 @@ fn seconds(nanoseconds: u128) -> f64 {
 impl Statistics for Latency {
     const TIMES: bool = true;
 
-    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         // None: the hook was registered while the module ran, or the module raised.
         if let Some(took) = turn.took {
             let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
@@ -206,7 +206,7 @@ impl Shapes {
 }
 
 impl Statistics for Shapes {
-    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         let mut shapes: Vec<Option<Shape>> = Vec::new();
         tensors::for_each_tensor(turn.value, &mut |tensor| {
             let shape = tensor.getattr(intern!(tensor.py(), "shape"));

@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use super::memory::{self, Memory, Numbers};
-use super::{NativeDetector, Shared, Statistics};
+use super::{NativeDetector, SharedStatistics, Statistics};
 use crate::cpython::invoke;
 use crate::hooks::native::Turn;
 use crate::torch::tensors;
@@ -58,7 +58,7 @@ pub struct NonFiniteDetector;
 impl NonFiniteDetector {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with(py, Self, Found::default())
+        NativeDetector::with(py, Self, FoundElements::default())
     }
 
     /// Name of the module in which NaN or infinities were first found: of those that `register`
@@ -112,7 +112,7 @@ trait OfElements: Statistics {
 }
 
 #[derive(Clone, Default)]
-struct Found {
+struct FoundElements {
     tensors: u64,
     affected: u64,
     numbers: NonFinite,
@@ -120,7 +120,7 @@ struct Found {
     first: Option<u64>,
 }
 
-impl From<NonFinite> for Found {
+impl From<NonFinite> for FoundElements {
     fn from(numbers: NonFinite) -> Self {
         Self {
             tensors: 1,
@@ -131,7 +131,7 @@ impl From<NonFinite> for Found {
     }
 }
 
-impl OfElements for Found {
+impl OfElements for FoundElements {
     const BY_TORCH: &str = "non_finite";
     type Reduced = (u64, u64);
 
@@ -150,12 +150,12 @@ impl OfElements for Found {
     }
 }
 
-impl Statistics for Found {
-    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+impl Statistics for FoundElements {
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         observe(shared, turn)
     }
 
-    fn await_pending(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+    fn await_pending(shared: &SharedStatistics<Self>, py: Python<'_>) -> PyResult<()> {
         add_results(shared, py, true)
     }
 
@@ -230,11 +230,11 @@ impl OfElements for Norms {
 }
 
 impl Statistics for Norms {
-    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         observe(shared, turn)
     }
 
-    fn await_pending(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+    fn await_pending(shared: &SharedStatistics<Self>, py: Python<'_>) -> PyResult<()> {
         add_results(shared, py, true)
     }
 
@@ -282,11 +282,11 @@ impl Statistics for Norms {
     }
 }
 
-fn observe<S: OfElements>(shared: &Shared<S>, turn: &Turn<'_, '_>) -> PyResult<()> {
+fn observe<S: OfElements>(shared: &SharedStatistics<S>, turn: &Turn<'_, '_>) -> PyResult<()> {
     tensors::for_each_tensor(turn.value, &mut |tensor| look_at(shared, tensor))
 }
 
-fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+fn look_at<S: OfElements>(shared: &SharedStatistics<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = tensor.py();
     if let Some(memory) = Memory::of(tensor, MANY)? {
         shared.add(&read::<S>(py, &memory).at(next_place));
@@ -304,7 +304,7 @@ fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyRe
     Ok(())
 }
 
-impl<S: Statistics> Shared<S> {
+impl<S: Statistics> SharedStatistics<S> {
     fn add(&self, more: &S) {
         self.statistics.lock().merge(more);
     }
@@ -374,7 +374,11 @@ impl Awaited {
 /// Adds the finished results, or with `wait` all.
 ///
 /// Each stays in the list until it is added, so that concurrent readers wait for it too.
-fn add_results<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyResult<()> {
+fn add_results<S: OfElements>(
+    shared: &SharedStatistics<S>,
+    py: Python<'_>,
+    wait: bool,
+) -> PyResult<()> {
     let results = shared.awaited.list(py);
     let too_many = results.len() >= MOST_AWAITED;
     for (number, (place, result)) in results.into_iter().enumerate() {

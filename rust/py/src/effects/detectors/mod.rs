@@ -33,10 +33,10 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
     const TIMES: bool = false;
 
     /// Adds one invocation.
-    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()>;
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()>;
 
     /// Waits for pending results of devices and adds them.
-    fn await_pending(_shared: &Shared<Self>, _py: Python<'_>) -> PyResult<()> {
+    fn await_pending(_shared: &SharedStatistics<Self>, _py: Python<'_>) -> PyResult<()> {
         Ok(())
     }
 
@@ -63,7 +63,7 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
 }
 
 /// Statistics shared between threads.
-struct Shared<S> {
+struct SharedStatistics<S> {
     statistics: Mutex<S>,
     /// Pending results of devices.
     awaited: elements::Awaited,
@@ -87,7 +87,7 @@ trait Detect: Send + Sync {
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()>;
 }
 
-impl<S: Statistics> Shared<S> {
+impl<S: Statistics> SharedStatistics<S> {
     fn of(statistics: S) -> Self {
         Self {
             statistics: Mutex::new(statistics),
@@ -102,7 +102,7 @@ impl<S: Statistics> Shared<S> {
     }
 }
 
-impl<S: Statistics> Detect for Shared<S> {
+impl<S: Statistics> Detect for SharedStatistics<S> {
     fn times(&self) -> bool {
         S::TIMES
     }
@@ -182,7 +182,7 @@ impl NativeDetector {
         T: PyClass<BaseType = Self>,
     {
         let detector = Self {
-            own: Box::new(Shared::of(statistics)),
+            own: Box::new(SharedStatistics::of(statistics)),
             modules: PyDict::new(py).unbind(),
         };
         PyClassInitializer::from((detector, NativeHook::of::<Self>())).add_subclass(class)

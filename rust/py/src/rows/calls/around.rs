@@ -14,12 +14,12 @@ use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
 use crate::rows::batch::{BatchBase, Batches};
-use crate::rows::calls::hooks::{Found, Hooks, MemberHooks};
+use crate::rows::calls::hooks::{FoundHooks, HooksOfMember, MemberHooks};
 use crate::rows::calls::merged::{MergedHooks, Simple};
 use crate::rows::calls::stages::Stages;
 use crate::rows::calls::value::{self, Needs, Value};
 use crate::rows::layout::Layout;
-use crate::rows::matrix::Arguments;
+use crate::rows::matrix::CallArguments;
 use crate::rows::member::Member;
 use crate::rows::places::Tokens;
 use crate::torch::target::Target;
@@ -52,8 +52,8 @@ impl Around for Batches {
 impl<'py> Between<'py> for MemberHooks<'py> {
     fn is_empty(&self, gap: usize) -> bool {
         match &self.hooks {
-            Found::Merged(_) => gap > 0,
-            Found::Each(_) => self.in_gap(gap).next().is_none(),
+            FoundHooks::Merged(_) => gap > 0,
+            FoundHooks::Each(_) => self.in_gap(gap).next().is_none(),
         }
     }
 
@@ -127,7 +127,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             layout,
             run: self.run.as_deref(),
         };
-        if let Found::Merged(merged) = &self.hooks {
+        if let FoundHooks::Merged(merged) = &self.hooks {
             if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
                 return members.forward_merged(merged, output);
             }
@@ -165,7 +165,7 @@ fn layout_of<'py>(
     let (args, kwargs) = (&call.args, call.kwargs.as_ref());
     let layout = batch.layout(call.module, args, kwargs, output)?;
     let covered = value::covered(value, &layout)?;
-    let arguments = Arguments { args, kwargs };
+    let arguments = CallArguments { args, kwargs };
     let matrices = batch.matrices(&layout, value, arguments, covered)?;
     Ok(matrices.map_or((layout, covered), |layout| (layout, true)))
 }
@@ -253,10 +253,10 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     /// others.
     fn split<'s>(
         &self,
-        hooks: impl Iterator<Item = Hooks<'s>>,
+        hooks: impl Iterator<Item = HooksOfMember<'s>>,
         phase: Phase,
         covered: bool,
-    ) -> PyResult<(MergedHooks, Vec<Hooks<'s>>)> {
+    ) -> PyResult<(MergedHooks, Vec<HooksOfMember<'s>>)> {
         let (mut simple, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in hooks {
             if self.layout.rows(self.batch.all(), number).len() == 0 {
@@ -315,7 +315,10 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     /// Runs forward hooks with `always_call`, after an exception.
-    fn run_always_called<'s>(&self, hooks: impl Iterator<Item = Hooks<'s>>) -> PyResult<()> {
+    fn run_always_called<'s>(
+        &self,
+        hooks: impl Iterator<Item = HooksOfMember<'s>>,
+    ) -> PyResult<()> {
         let arguments = value::arguments(self.call)?;
         let describe = |entry: &Entry<Hook>| self.describe(entry);
         let mut value = Value::new(&arguments, None, self.layout, self.batch, &describe)?;
@@ -339,7 +342,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     /// new arguments.
     fn forward_pre_of_each(
         &self,
-        members: Vec<Hooks<'_>>,
+        members: Vec<HooksOfMember<'_>>,
         target: &Target<'_, 'py>,
     ) -> PyResult<Option<Replaced<'py>>> {
         if members.is_empty() {
@@ -397,7 +400,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     /// replaced output.
     fn forward_of_each(
         &self,
-        members: Vec<Hooks<'_>>,
+        members: Vec<HooksOfMember<'_>>,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         if members.is_empty() {

@@ -14,12 +14,12 @@ use crate::rows::batch::BatchBase;
 use crate::rows::calls::merged::MergedHooks;
 
 /// Number of a member, and hooks of it in firing order.
-pub type Hooks<'a> = (usize, &'a [Arc<Entry<Hook>>]);
+pub type HooksOfMember<'a> = (usize, &'a [Arc<Entry<Hook>>]);
 
 /// Hooks of a batch's members for one phase of one call.
 pub struct MemberHooks<'py> {
     pub batch: Bound<'py, BatchBase>,
-    pub hooks: Found,
+    pub hooks: FoundHooks,
     /// Number of changes of the members' hooks before these were looked for.
     pub epoch: u64,
     /// Number of gaps between the hooks of the whole batch.
@@ -28,7 +28,7 @@ pub struct MemberHooks<'py> {
     pub run: Option<Rc<PhaseRun<'py>>>,
 }
 
-pub enum Found {
+pub enum FoundHooks {
     /// Remembered as they merge; the batch has no hooks of its own.
     Merged(Arc<MergedHooks>),
     Each(Vec<MemberSnapshot>),
@@ -66,8 +66,8 @@ impl<'py> MemberHooks<'py> {
         } else {
             let remembered = recall.then(|| this.recall(call.module, module)).flatten();
             match remembered {
-                Some(merged) => Some(Found::Merged(merged)),
-                None => resolve(batch, module, phase, whole).map(Found::Each),
+                Some(merged) => Some(FoundHooks::Merged(merged)),
+                None => resolve(batch, module, phase, whole).map(FoundHooks::Each),
             }
         };
         let Some(hooks) = hooks else {
@@ -100,10 +100,10 @@ impl<'py> MemberHooks<'py> {
     }
 
     /// The members with hooks in a gap, and these hooks.
-    pub fn in_gap(&self, gap: usize) -> impl Iterator<Item = Hooks<'_>> {
+    pub fn in_gap(&self, gap: usize) -> impl Iterator<Item = HooksOfMember<'_>> {
         let members: &[MemberSnapshot] = match &self.hooks {
-            Found::Merged(_) => &[],
-            Found::Each(members) => members,
+            FoundHooks::Merged(_) => &[],
+            FoundHooks::Each(members) => members,
         };
         members.iter().filter_map(move |member| {
             let entries = member.snapshot.entries();
@@ -119,7 +119,7 @@ impl<'py> MemberHooks<'py> {
     }
 }
 
-impl Found {
+impl FoundHooks {
     /// The hooks as they are logged.
     fn logged(&self, batch: &Bound<'_, BatchBase>) -> PyResult<Vec<Logged>> {
         let py = batch.py();
@@ -150,7 +150,7 @@ impl Found {
 }
 
 /// Takes the hooks of members that were logged in a forward; None if there are none.
-fn repeat(batch: &Bound<'_, BatchBase>, replay: &Replay) -> Option<Found> {
+fn repeat(batch: &Bound<'_, BatchBase>, replay: &Replay) -> Option<FoundHooks> {
     let py = batch.py();
     let (_, logged) = replay.log.members()?;
     let mut hooks: Vec<MemberSnapshot> = Vec::new();
@@ -171,7 +171,7 @@ fn repeat(batch: &Bound<'_, BatchBase>, replay: &Replay) -> Option<Found> {
             snapshot: Snapshot::of(entries),
         });
     }
-    (!hooks.is_empty()).then_some(Found::Each(hooks))
+    (!hooks.is_empty()).then_some(FoundHooks::Each(hooks))
 }
 
 /// Takes the snapshots of the members of a batch that have hooks; None if none has.

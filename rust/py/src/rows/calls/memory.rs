@@ -9,12 +9,12 @@ use crate::torch::facts::Facts;
 use crate::torch::tensors::for_each_tensor;
 
 /// Tensors that hooks get, by the memory that they share.
-pub struct Shared<'py> {
-    groups: Vec<Group<'py>>,
+pub struct SharedMemory<'py> {
+    groups: Vec<MemoryGroup<'py>>,
 }
 
 /// Different tensors with one storage, at least two.
-struct Group<'py> {
+struct MemoryGroup<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
     /// True if all are of the first structure, have rows of the batch and can be written.
     within: bool,
@@ -70,7 +70,7 @@ impl Form {
     }
 }
 
-impl<'py> Shared<'py> {
+impl<'py> SharedMemory<'py> {
     /// Finds those of some structures; `other`: layout of tensors whose rows are copied elsewhere;
     /// `grad`: copies of them are part of a graph.
     pub fn among<'a>(
@@ -117,7 +117,7 @@ impl<'py> Shared<'py> {
                 continue;
             }
             let blocks = Blocks::of(&having, layout, grad)?;
-            groups.push(Group {
+            groups.push(MemoryGroup {
                 within: within && whole && having.len() == tensors.len(),
                 apart: elsewhere || (having.len() > 1 && blocks.is_none()),
                 blocks,
@@ -127,8 +127,8 @@ impl<'py> Shared<'py> {
         Ok(Self { groups })
     }
 
-    fn group(&self, tensor: &Bound<'py, PyAny>) -> Option<(usize, &Group<'py>)> {
-        let has = |group: &Group<'py>| group.tensors.iter().any(|each| each.is(tensor));
+    fn group(&self, tensor: &Bound<'py, PyAny>) -> Option<(usize, &MemoryGroup<'py>)> {
+        let has = |group: &MemoryGroup<'py>| group.tensors.iter().any(|each| each.is(tensor));
         let mut groups = self.groups.iter().enumerate();
         groups.find(|(_, group)| has(group))
     }

@@ -39,12 +39,12 @@ pub struct MergedHooks {
     /// True if they may be kept for later calls.
     pub last: bool,
     /// Kinds of the tensors of a value that the hooks were checked for.
-    checked: OnceLock<Vec<Kind>>,
+    checked: OnceLock<Vec<TensorKind>>,
     joints: Mutex<Vec<(Stage, Arc<dyn Joint>)>>,
 }
 
 /// Dtype and device of a tensor, its number of dimensions and the last of them.
-struct Kind {
+struct TensorKind {
     dtype: Py<PyAny>,
     device: Py<PyAny>,
     shape: (usize, Option<usize>),
@@ -104,7 +104,7 @@ impl MergedHooks {
     pub fn check(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut kinds = Vec::new();
         for_each_tensor(value, &mut |tensor| {
-            kinds.push(Kind::of(tensor)?);
+            kinds.push(TensorKind::of(tensor)?);
             Ok(())
         })?;
         let _ = self.checked.set(kinds);
@@ -122,7 +122,7 @@ impl MergedHooks {
     }
 }
 
-impl Kind {
+impl TensorKind {
     fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = tensor.py();
         Ok(Self {

@@ -29,7 +29,7 @@ pub struct Merging {
 }
 
 /// Merged hook of one member.
-pub struct Part<'a, 'py> {
+pub struct MergedPart<'a, 'py> {
     pub hook: &'a Bound<'py, PyAny>,
     /// Number of the member, and the index of its positions, if it is of some.
     pub key: (usize, Option<usize>),
@@ -41,7 +41,7 @@ pub struct Part<'a, 'py> {
 
 /// Groups parts whose hooks are alike: numbers of the parts, in order.
 pub fn groups<T: PyTypeCheck>(
-    parts: &[Part<'_, '_>],
+    parts: &[MergedPart<'_, '_>],
     alike: impl Fn(&Bound<'_, T>, &Bound<'_, T>) -> PyResult<bool>,
 ) -> PyResult<Vec<Vec<usize>>> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
@@ -82,7 +82,7 @@ pub struct Select<'a>(
 );
 
 impl Select<'_> {
-    pub fn rows(&self, parts: &[&Part<'_, '_>]) -> Arc<Selection> {
+    pub fn rows(&self, parts: &[&MergedPart<'_, '_>]) -> Arc<Selection> {
         let rows: Vec<&Rows> = parts.iter().map(|part| &*part.rows).collect();
         match self.0 {
             Some(made) => made.get(parts.iter().map(|part| part.key).collect(), &rows),
@@ -108,14 +108,14 @@ pub struct SharedValue<'a, 'py> {
 /// Merged hooks of some members, for calls with the same rows.
 pub trait Joint: Send + Sync {
     /// Runs them. An error of one part is that of its member; an error of all has each run alone.
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>>;
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>>;
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
 }
 
 /// Result of merged hooks.
 #[derive(Default)]
-pub struct Merged<'py> {
+pub struct MergedResult<'py> {
     /// Replacement of the value.
     pub value: Option<Bound<'py, PyAny>>,
     /// Parts that failed.
@@ -156,7 +156,7 @@ pub trait InBatch: Native {
     /// run.
     fn check_parts<'py>(
         &self,
-        _parts: &[Part<'_, 'py>],
+        _parts: &[MergedPart<'_, 'py>],
         _value: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<(usize, PyErr)>> {
         Ok(Vec::new())
@@ -164,7 +164,11 @@ pub trait InBatch: Native {
 
     /// Joins [merged](Self::merges) hooks of this class, one of each of some members. A class without
     /// hooks that merge is never asked.
-    fn join(&self, _parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(
+        &self,
+        _parts: &[MergedPart<'_, '_>],
+        _select: &Select<'_>,
+    ) -> PyResult<Box<dyn Joint>> {
         Err(PyNotImplementedError::new_err(
             "hooks that merge are joined",
         ))

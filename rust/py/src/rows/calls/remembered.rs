@@ -23,7 +23,7 @@ pub fn remember_merged(on: bool) {
 
 /// All that the merged hooks of a batch depend on, but for changes while it is entered.
 #[derive(PartialEq, Eq)]
-pub struct Key {
+pub struct RememberedKey {
     /// Each member, the number of changes of its hooks, and its rows.
     pub members: Vec<(FrameId, u64, BatchRows)>,
     pub dim: usize,
@@ -32,7 +32,7 @@ pub struct Key {
 /// Merged hooks of the members of a batch, by module. Those of modules with rows of their own are
 /// not among them.
 pub struct Remembered {
-    key: Key,
+    key: RememberedKey,
     /// Number of changes, since the batch was entered, before the hooks were merged.
     epoch: u64,
     /// First deadline of a member.
@@ -43,7 +43,7 @@ pub struct Remembered {
 impl Remembered {
     /// Starts for a batch that is entered, with the hooks of a former batch of the same key.
     pub fn start(
-        key: Key,
+        key: RememberedKey,
         former: Option<Box<Self>>,
         deadline: Option<Instant>,
     ) -> (Box<Self>, Option<Box<Self>>) {

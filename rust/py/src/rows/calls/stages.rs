@@ -16,7 +16,7 @@ use crate::hooks::site::is_fault;
 use crate::rows::batch::BatchBase;
 use crate::rows::calls::merged::{HookAt, MergedHooks, Simple};
 use crate::rows::calls::merging::{
-    InBatch, Joint, Part, Select, SharedValue, in_batch_of, of_hook,
+    InBatch, Joint, MergedPart, Select, SharedValue, in_batch_of, of_hook,
 };
 use crate::rows::calls::value::note_run;
 use crate::rows::layout::Layout;
@@ -88,7 +88,7 @@ impl<'py> Stages<'_, 'py> {
         &self,
         py: Python<'_>,
         stage: &[HookAt],
-        run: impl FnOnce(&[Part<'_, '_>]) -> PyResult<R>,
+        run: impl FnOnce(&[MergedPart<'_, '_>]) -> PyResult<R>,
     ) -> PyResult<R> {
         let describes: Vec<_> = stage
             .iter()
@@ -108,7 +108,7 @@ impl<'py> Stages<'_, 'py> {
                     rows_error(py, "positions of other rows than the member has".to_owned())
                 })?),
             };
-            parts.push(Part {
+            parts.push(MergedPart {
                 hook: merging.hook.bind(py),
                 key: (simple.number, merging.at.as_ref().map(|(at, _)| *at)),
                 rows,

@@ -15,7 +15,7 @@ use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::site::{annotate, is_fault};
 use crate::rows::batch::BatchBase;
-use crate::rows::calls::memory::{BlockCopies, Shared, is_expanded};
+use crate::rows::calls::memory::{BlockCopies, SharedMemory, is_expanded};
 use crate::rows::calls::merging::{InBatch, of_hook};
 use crate::rows::layout::Layout;
 use crate::rows::member::Member;
@@ -154,7 +154,7 @@ pub struct Value<'a, 'py> {
     describe: &'a dyn Fn(&Entry<Hook>) -> String,
     grad: bool,
     /// Tensors that share memory, once they are needed.
-    shared: Option<Shared<'py>>,
+    shared: Option<SharedMemory<'py>>,
     lent: Vec<Lent<'py>>,
     changes: Vec<Vec<Changed<'a, 'py>>>,
 }
@@ -237,7 +237,12 @@ impl<'a, 'py> Value<'a, 'py> {
         let copies = rows.copies() || kept || (needs.python && self.grad);
         if copies && needs.python && self.shared.is_none() {
             let both = [Some(self.whole), self.beside].into_iter().flatten();
-            self.shared = Some(Shared::among(both, self.layout, self.other, self.grad)?);
+            self.shared = Some(SharedMemory::among(
+                both,
+                self.layout,
+                self.other,
+                self.grad,
+            )?);
         }
         Ok(Narrowed {
             member,

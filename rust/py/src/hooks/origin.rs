@@ -13,12 +13,12 @@ use crate::cpython::once::Once;
 /// Place in Python code: a code object, and the offset of an instruction in it.
 ///
 /// The line is looked up when it is read: registering pays for neither.
-pub struct Place {
+pub struct Origin {
     code: Py<PyAny>,
     instruction: c_int,
 }
 
-impl Place {
+impl Origin {
     /// Finds the call, in code outside of this package, that is in progress; None without one.
     pub fn of_caller(py: Python<'_>) -> PyResult<Option<Self>> {
         // SAFETY: attached; returns a borrowed reference, or null if no Python code runs.
