@@ -43,7 +43,6 @@ __all__ = [
     "Registry",
     "RequestBase",
     "RootCalls",
-    "ShapeDetector",
     "SitesBase",
     "Stop",
     "TypedHook",
@@ -149,10 +148,6 @@ class LatencyDetector(NativeDetector):
     def __new__(cls) -> Self: ...
 
 @final
-class ShapeDetector(NativeDetector):
-    def __new__(cls, *, limit: int = 1024) -> Self: ...
-
-@final
 class NonFiniteDetector(NativeDetector):
     def __new__(cls) -> Self: ...
     @property
@@ -199,18 +194,17 @@ class Registry:
         self,
         phase: _Phase,
         hook: NativeHook | Callable[..., Any],
-        *,
         prepend: bool = False,
+        *,
         with_kwargs: bool = False,
         always_call: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
-        timed: bool = False,
         scope: Frame | None = None,
     ) -> HookHandle: ...
     def list(
         self, phase: _Phase | None = None
-    ) -> list[tuple[int, _Phase, Any, int, bool, int, str | None, float | None]]: ...
+    ) -> list[tuple[int, _Phase, Any, int, bool, int, str | None]]: ...
     def for_everybody(self) -> _ForEverybody: ...
     def clear(self, phase: _Phase | None = None, *, scopes: bool = True) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
@@ -257,7 +251,6 @@ class Attachment:
         always_call: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
-        timed: bool = False,
         scope: Frame | None = None,
         names: list[str] | None = None,
         entry: int | None = None,

@@ -38,7 +38,7 @@ ENTRIES = [
     (fh.on("0", fh.Scale(torch.inf)), {"scale", "not finite"}, {"an engine", "sites"}),
     (fh.on("0", fh.Add(torch.ones(2, 4))), {"add", "table"}, {"sites"}),
     (fh.on("0", fh.Add(V.clone().requires_grad_())), {"add", "trained"}, {"sites"}),
-    (fh.on("0", fh.Add(V), priority=3, timed=True), {"add", "priority", "timed"}, {"sites"}),
+    (fh.on("0", fh.Add(V), priority=3), {"add", "priority"}, {"sites"}),
     (fh.on("0", python), {"python"}, {"sites", "a batcher"}),
     (fh.on("0", NormDetector()), {"native detector"}, {"sites"}),
     (fh.on("0", backward, phase="backward"), {"python", "gradients"}, set(ALL)),

@@ -79,7 +79,6 @@ hooks = st.fixed_dictionaries(
         "priority": st.integers(-(2**31), 2**31 - 1),
         "prepend": st.booleans(),
         "on_error": st.sampled_from(["raise", "disable", "ignore"]),
-        "timed": st.booleans(),
     },
 )
 captures = st.fixed_dictionaries(

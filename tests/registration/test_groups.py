@@ -122,7 +122,6 @@ def test_the_hook_is_registered_once_on_a_shared_module(x: Tensor) -> None:
         ({"on_error": "explode"}, ValueError),
         ({"priority": "high"}, fh.HookTypeError),
         ({"prepend": 1}, TypeError),
-        ({"timed": None}, TypeError),
         ({"scope": "s"}, fh.HookTypeError),
         ({"what": "nope"}, fh.SelectionError),
         ({"what": []}, fh.SelectionError),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
-from ferrohook.detectors import ShapeDetector
+from ferrohook.detectors import NonFiniteDetector
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_captures_and_observers_may_be_left_before_backward(model: nn.Module, ru
     seen: list[Any] = []
     with fh.scope() as s, fh.capture(model, "0") as acts:
         fh.register(model, "0", fh.ForwardHook(lambda *values: seen.append(values)), scope=s)
-        fh.register(model, "0", ShapeDetector(), scope=s)
+        fh.register(model, "0", NonFiniteDetector(), scope=s)
         x, out = run(model)
     assert torch.equal(grad_of(x, out), plain)
     assert len(acts) == len(seen) == 1

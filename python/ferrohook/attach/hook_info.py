@@ -52,25 +52,14 @@ def find_registry(module: nn.Module) -> Registry | None:
     return None if dispatcher is None else dispatcher.registry
 
 
-def timed_hooks(
-    registry: Registry | None, phase: Phase | None = None
-) -> list[tuple[HookInfo, float | None]]:
-    """Lists the hooks of a registry that fire in this context, in order, with their times.
+def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[HookInfo]:
+    """Lists the hooks of a registry that fire in this context, in order.
 
     Args:
         registry: a module's registry; None for a plain module, which has no hooks.
         phase: one phase; None for all.
 
-    Returns:
-        Pairs of the hook and the seconds spent in it, None if it is not timed.
-
     Raises:
         ValueError: an unknown phase.
     """
-    rows = [] if registry is None else registry.list(phase)
-    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
-
-
-def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[HookInfo]:
-    """Lists the hooks of a registry that fire in this context, in order."""
-    return [hook for hook, _ in timed_hooks(registry, phase)]
+    return [] if registry is None else [HookInfo(*row) for row in registry.list(phase)]

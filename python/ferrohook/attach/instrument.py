@@ -205,9 +205,7 @@ def _register_method(name: str, phase: Phase) -> Callable[..., HookHandle]:
         # this method must outlive that, so they go into torch's dicts.
         if dispatcher is None or not dispatcher.explicit or keeps_state_in_torch_hooks(hook):
             return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
-        # PyTorch takes `prepend` by position in the methods for backward hooks.
-        positional = dict(zip(("prepend",), args, strict=False))
-        handle = dispatcher.registry.register(phase, hook, **positional, **options)
+        handle = dispatcher.registry.register(phase, hook, *args, **options)
         if vars(self).get(_KEY) is not dispatcher:
             handle.remove()  # another thread restored the module and removed the other hooks
         return handle

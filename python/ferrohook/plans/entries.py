@@ -32,7 +32,6 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "always_call": False,
     "priority": 0,
     "on_error": "raise",
-    "timed": False,
 }
 
 
@@ -144,7 +143,6 @@ def on(  # noqa: PLR0913 (the options of `register`)
     always_call: bool = False,
     priority: int = 0,
     on_error: OnError = "raise",
-    timed: bool = False,
 ) -> HookEntry:
     """Makes the entry of a plan that puts a hook on modules.
 
@@ -160,7 +158,6 @@ def on(  # noqa: PLR0913 (the options of `register`)
         always_call: see `register`.
         priority: see `register`.
         on_error: see `register`.
-        timed: see `register`.
 
     Raises:
         HookTypeError: the hook or an option has the wrong type.
@@ -175,7 +172,6 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "always_call": always_call,
         "priority": priority,
         "on_error": on_error,
-        "timed": timed,
     }
     Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
     plain = not isinstance(hook, TypedHook) and phase == "forward"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())
 _HOOKS: Final = {"inputs", "native detector", "not finite", "python", "table", "trained"}
-_OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "timed", "with_kwargs"}
+_OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"}
 _OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
 NEEDS: Final = CHANGES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH

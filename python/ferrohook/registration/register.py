@@ -179,7 +179,6 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     always_call: bool = False,
     priority: int = 0,
     on_error: OnError = "raise",
-    timed: bool = False,
     scope: Scope | Literal["innermost"] | None = "innermost",
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
@@ -201,7 +200,6 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         always_call: run a forward hook also when the call fails.
         priority: higher fires first.
         on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
-        timed: count the time spent in the hook, for `summary`.
         scope: fire only in the contexts that entered this scope, until it is left: by default the
             one that this context entered last, if any, captures, requests and batches included.
             None for calls in every context.
@@ -235,7 +233,6 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             "always_call": always_call,
             "priority": priority,
             "on_error": on_error,
-            "timed": timed,
             "scope": frame,
         }
         for each in hooks_at(places, hook, phase):

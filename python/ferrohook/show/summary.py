@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from ferrohook._core import NativeDetector
-from ferrohook.attach.hook_info import find_registry, state_of, timed_hooks
+from ferrohook.attach.hook_info import find_registry, hooks_of, state_of
 from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.errors import HookError
 from ferrohook.names.select import select
@@ -33,8 +33,7 @@ def summary(
     """Returns the modules of a model that have hooks, as a tree.
 
     `print`, `rich.print` and notebooks show it. It lists the hooks that fire in this context, in
-    firing order: phase, hook, priority, calls, and the time of timed hooks
-    (`register(timed=True)`).
+    firing order: phase, hook, priority and calls.
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
@@ -52,7 +51,7 @@ def summary(
         raise HookError(missing_package("summary", "rich")) from error
     expect_module(model, "summary shows")
     modules = select(model)
-    hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
+    hooks = {name: hooks_of(find_registry(module)) for name, module in modules.items()}
     shown = {""}
     forced = () if also == () else select(model, also)
     for name, rows in hooks.items():
@@ -68,7 +67,7 @@ def summary(
         title = _title(last, module, (details or {}).get(name, ""))
         nodes[name] = nodes[parent].add(title) if name else summary_class(title)
         for hook in hooks[name]:
-            nodes[name].add(_line(name, *hook))
+            nodes[name].add(_line(name, hook))
     return nodes[""]
 
 
@@ -94,13 +93,11 @@ def _title(name: str, module: nn.Module, detail: str) -> str:
     return f"{title} [dim]{_escaped(detail)}[/dim]" if detail else title
 
 
-def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
+def _line(module: str, hook: HookInfo) -> str:
     shown = hook.hook
     if isinstance(shown, NativeDetector):
         shown = shown.modules.get(module, shown)
     details = [f"{hook.calls} calls"]
-    if seconds is not None:
-        details.append(f"{seconds * 1e3:.3f} ms")
     if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
     if state := state_of(hook):

@@ -19,7 +19,7 @@ _OPTIONS: Final = {
     "prepared.open({}=...)": ("deadline", "prompt"),
     "fh.run(..., {}=...)": ("hooks", "capture", "plan"),
     "plan=fh.Plan(fh.on(..., {}=...))": (
-        *("phase", "prepend", "with_kwargs", "always_call", "priority", "on_error", "timed"),
+        *("phase", "prepend", "with_kwargs", "always_call", "priority", "on_error"),
     ),
     "plan=fh.Plan(fh.on(..., {}=...)), or the same with fh.keep": ("at",),
     "plan=fh.Plan(fh.keep(..., {}=...))": (

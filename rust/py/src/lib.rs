@@ -60,7 +60,6 @@ mod _core {
     #[pymodule_export]
     use crate::effects::detectors::{
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
-        ShapeDetector,
     };
     #[pymodule_export]
     use crate::effects::gpu_vector::GpuVector;

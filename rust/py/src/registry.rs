@@ -288,8 +288,8 @@ impl Registry {
     ///     HookError: the scope was left.
     #[pyo3(
         name = "register",
-        signature = (phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
-        text_signature = "($self, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
+        signature = (phase, hook, prepend = false, *, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, phase, hook, prepend=False, *, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -305,13 +305,11 @@ impl Registry {
         always_call: bool,
         priority: Priority,
         on_error: OnError,
-        timed: bool,
         scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let options = HookOptions {
             with_kwargs,
             always_call,
-            timed,
             ..on_error.into()
         };
         let placement = priority.place(prepend);
@@ -320,7 +318,7 @@ impl Registry {
     }
 
     /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
-    /// phase, hook, priority, enabled, calls, failure, seconds) each.
+    /// phase, hook, priority, enabled, calls, failure) each.
     #[pyo3(signature = (phase = None))]
     fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
@@ -335,7 +333,6 @@ impl Registry {
                         entry.enabled(),
                         entry.calls(),
                         failure_of(entry.enabled(), &entry.hook().failure),
-                        entry.hook().seconds(),
                     ));
                 }
             }
@@ -531,16 +528,7 @@ type ForEverybody<'py> = (
     Option<(Bound<'py, PyString>, c_int)>,
 );
 
-type Row = (
-    u64,
-    &'static str,
-    Py<PyAny>,
-    i64,
-    bool,
-    u64,
-    Option<String>,
-    Option<f64>,
-);
+type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64, Option<String>);
 
 fn selected(phase: Option<PhaseName>) -> impl Iterator<Item = Phase> {
     Phase::ALL

@@ -363,7 +363,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
             "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
         ),
-        (entry(type="on", what="model.layers.1", hook=ADD, timed=True), "timed is not served"),
+        (entry(type="on", what="model.layers.1", hook=ADD, prepend=True), "prepend is not served"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
         (
             entry(

@@ -165,8 +165,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None, names = None, entry = None),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None, names=None, entry=None)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None, names = None, entry = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None, names=None, entry=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -184,7 +184,6 @@ impl Attachment {
         always_call: bool,
         priority: Priority,
         on_error: OnError,
-        timed: bool,
         scope: Option<ScopeArg<'_>>,
         names: Option<Vec<String>>,
         entry: Option<u32>,
@@ -193,7 +192,6 @@ impl Attachment {
             with_kwargs,
             always_call,
             on_error,
-            timed,
             entry,
         };
         let placement = priority.place(prepend);

@@ -3,17 +3,15 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrohook_core::{Phase, Placement};
+use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call;
-use crate::contexts::frame::ScopeArg;
 use crate::error::hook_error;
-use crate::hooks::handle::HookHandle;
-use crate::hooks::options::{HookOptions, OnError, Priority};
-use crate::registry::{Audience, Registry};
+use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::Target;
 
@@ -52,21 +50,21 @@ impl HookedBase {
             .ok_or_else(|| not_initialised(py))
     }
 
-    fn register(
+    /// Registers a hook by `Registry.register`, which refuses options that the phase has not.
+    fn register<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
         phase: Phase,
-        placement: Placement,
-        options: HookOptions,
-        scope: Option<&ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
+        hook: &Bound<'py, PyAny>,
+        prepend: &Bound<'py, PyTuple>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = hook.py();
         // Refused after into_inner: the hook could never fire.
-        self.inner(hook.py())?;
-        let registry = self.registry(hook.py())?;
-        let audience = Audience::of_caller(hook.py(), scope)?;
-        registry
-            .get()
-            .register(phase, hook, placement, options, audience, None)
+        self.inner(py)?;
+        let first = (phase.name(), hook).into_pyobject(py)?;
+        let arguments = first.as_sequence().concat(prepend.as_sequence())?;
+        let register = self.registry(py)?.getattr(intern!(py, "register"))?;
+        register.call(arguments.to_tuple()?, options)
     }
 }
 
@@ -160,25 +158,13 @@ impl HookedBase {
     ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
     ///         type.
     ///     ValueError: an unknown `on_error`.
-    #[pyo3(
-        signature = (hook, *, prepend = false, with_kwargs = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
-        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, priority=0, on_error='raise', scope=None)"
-    )]
-    fn register_forward_pre_hook(
+    #[pyo3(signature = (hook, **options), text_signature = "($self, hook, *, prepend=False, with_kwargs=False, priority=0, on_error='raise', scope=None)")]
+    fn register_forward_pre_hook<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
-        prepend: bool,
-        with_kwargs: bool,
-        priority: Priority,
-        on_error: OnError,
-        scope: Option<ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
-        let options = HookOptions {
-            with_kwargs,
-            ..on_error.into()
-        };
-        let placement = priority.place(prepend);
-        self.register(hook, Phase::ForwardPre, placement, options, scope.as_ref())
+        hook: &Bound<'py, PyAny>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.register(Phase::ForwardPre, hook, &PyTuple::empty(hook.py()), options)
     }
 
     /// Registers a hook that runs after the module and may replace its output.
@@ -202,28 +188,13 @@ impl HookedBase {
     ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
     ///         type.
     ///     ValueError: an unknown `on_error`.
-    #[pyo3(
-        signature = (hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
-        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
-    )]
-    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
-    fn register_forward_hook(
+    #[pyo3(signature = (hook, **options), text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)")]
+    fn register_forward_hook<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
-        prepend: bool,
-        with_kwargs: bool,
-        always_call: bool,
-        priority: Priority,
-        on_error: OnError,
-        scope: Option<ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
-        let options = HookOptions {
-            with_kwargs,
-            always_call,
-            ..on_error.into()
-        };
-        let placement = priority.place(prepend);
-        self.register(hook, Phase::Forward, placement, options, scope.as_ref())
+        hook: &Bound<'py, PyAny>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.register(Phase::Forward, hook, &PyTuple::empty(hook.py()), options)
     }
 
     /// Registers a hook that runs before gradients flow into the module and may replace the
@@ -244,21 +215,14 @@ impl HookedBase {
     /// Raises:
     ///     HookTypeError: not a callable, a typed hook, or an option of the wrong type.
     ///     ValueError: an unknown `on_error`.
-    #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
-    )]
-    fn register_full_backward_pre_hook(
+    #[pyo3(signature = (hook, *prepend, **options), text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)")]
+    fn register_full_backward_pre_hook<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
-        prepend: bool,
-        priority: Priority,
-        on_error: OnError,
-        scope: Option<ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
-        let placement = priority.place(prepend);
-        let options = on_error.into();
-        self.register(hook, Phase::BackwardPre, placement, options, scope.as_ref())
+        hook: &Bound<'py, PyAny>,
+        prepend: &Bound<'py, PyTuple>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.register(Phase::BackwardPre, hook, prepend, options)
     }
 
     /// Registers a hook that runs after gradients flowed through the module and may replace the
@@ -282,38 +246,26 @@ impl HookedBase {
     ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
     ///         type.
     ///     ValueError: an unknown `on_error`.
-    #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
-    )]
-    fn register_full_backward_hook(
+    #[pyo3(signature = (hook, *prepend, **options), text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)")]
+    fn register_full_backward_hook<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
-        prepend: bool,
-        priority: Priority,
-        on_error: OnError,
-        scope: Option<ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
-        let placement = priority.place(prepend);
-        let options = on_error.into();
-        self.register(hook, Phase::Backward, placement, options, scope.as_ref())
+        hook: &Bound<'py, PyAny>,
+        prepend: &Bound<'py, PyTuple>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.register(Phase::Backward, hook, prepend, options)
     }
 
     /// `register_full_backward_hook` under ferrotorch's name. PyTorch's method of this name
     /// registers a deprecated kind of hook that misses gradients; that kind is not offered.
-    #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
-    )]
-    fn register_backward_hook(
+    #[pyo3(signature = (hook, *prepend, **options), text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)")]
+    fn register_backward_hook<'py>(
         &self,
-        hook: &Bound<'_, PyAny>,
-        prepend: bool,
-        priority: Priority,
-        on_error: OnError,
-        scope: Option<ScopeArg<'_>>,
-    ) -> PyResult<HookHandle> {
-        self.register_full_backward_hook(hook, prepend, priority, on_error, scope)
+        hook: &Bound<'py, PyAny>,
+        prepend: &Bound<'py, PyTuple>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.register(Phase::Backward, hook, prepend, options)
     }
 
     // No `__clear__`: a cycle through the module or the registry can be cut there.

@@ -174,10 +174,9 @@ impl<'py> Walk<'_, 'py> {
             };
             let (entry, module) = (hook.entry, self.module);
             let site = Site { entry, module };
-            let timer = entry.hook().start();
             let current = replaced.as_ref().unwrap_or(grads);
             let result = self.invoke(hook, &site, current);
-            drop((timer, invocation));
+            drop(invocation);
             match result {
                 Ok(None) => {}
                 Ok(new) => replaced = new,

@@ -267,9 +267,8 @@ impl<'py> Call<'_, 'py> {
             let Some(invocation) = hook.enter(&inside) else {
                 continue;
             };
-            let timer = hook.entry.hook().start();
             let result = self.invoke_forward_pre(hook, target);
-            drop((timer, invocation));
+            drop(invocation);
             match result {
                 Ok(replaced) => {
                     let any = replaced.is_some();
@@ -413,9 +412,8 @@ impl<'py> Call<'_, 'py> {
         let Some(invocation) = hook.enter(inside) else {
             return Ok(None);
         };
-        let timer = hook.entry.hook().start();
         let result = self.invoke_forward(hook, output);
-        drop((timer, invocation));
+        drop(invocation);
         match result {
             Ok(replaced) => Ok(replaced),
             Err(error) => self.apply_on_error(hook, error).map(|()| None),

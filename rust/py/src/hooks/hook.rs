@@ -1,8 +1,6 @@
 //! `Hook`: a Python callable or a native hook, with its options.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use ferrohook_core::{Handle, Phase, Placement, Registry, Watch};
 use parking_lot::Mutex;
@@ -21,7 +19,8 @@ pub struct Hook {
     /// None for a callable of PyTorch's contract.
     native: Option<AsNative>,
     pub options: HookOptions,
-    times: Option<Box<Times>>,
+    /// Has the module timed while the hook is registered.
+    _times: Option<Watch<Self>>,
     /// Where it was registered, if for everybody.
     pub place: Option<Origin>,
     pub failure: Failure,
@@ -38,28 +37,6 @@ struct ForModule {
     /// Native hook that runs in place of `object`, for this module. It refers to no other object,
     /// so the garbage collector need not see it.
     hook: Option<Py<PyAny>>,
-}
-
-/// Clocks of a hook, which few need.
-struct Times {
-    /// Nanoseconds spent in the hook, if `timed`.
-    spent: Option<AtomicU64>,
-    /// Has the module timed while the hook is registered.
-    _module: Option<Watch<Hook>>,
-}
-
-/// Timer that adds the time until its drop.
-pub struct Timer<'a> {
-    spent: &'a AtomicU64,
-    since: Instant,
-}
-
-impl Drop for Timer<'_> {
-    fn drop(&mut self) {
-        let nanoseconds = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        // Relaxed: a sum that orders nothing.
-        self.spent.fetch_add(nanoseconds, Ordering::Relaxed);
-    }
 }
 
 impl Hook {
@@ -134,12 +111,7 @@ impl Hook {
             object: object.clone().unbind(),
             native: class.filter(|_| native.is_some()),
             options,
-            times: (options.timed || times).then(|| {
-                Box::new(Times {
-                    spent: options.timed.then(AtomicU64::default),
-                    _module: times.then(|| registry.time()),
-                })
-            }),
+            _times: times.then(|| registry.time()),
             place: None,
             failure: (options.on_error == OnError::Disable).then(Arc::default),
             module,
@@ -218,20 +190,5 @@ impl Hook {
             faithful: traced.faithful && self.options.traceable(),
             ..traced
         }))
-    }
-
-    /// Starts a timer, if the hook is `timed`.
-    #[inline]
-    pub fn start(&self) -> Option<Timer<'_>> {
-        let spent = self.times.as_ref()?.spent.as_ref()?;
-        let since = Instant::now();
-        Some(Timer { spent, since })
-    }
-
-    /// Seconds spent in the hook; None unless `timed`.
-    pub fn seconds(&self) -> Option<f64> {
-        let spent = self.times.as_ref()?.spent.as_ref()?;
-        let spent = spent.load(Ordering::Relaxed);
-        Some(Duration::from_nanos(spent).as_secs_f64())
     }
 }

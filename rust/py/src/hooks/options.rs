@@ -97,8 +97,6 @@ pub struct HookOptions {
     pub with_kwargs: bool,
     pub always_call: bool,
     pub on_error: OnError,
-    /// Count the time spent in the hook.
-    pub timed: bool,
     /// Number of its entry in a plan.
     pub entry: Option<u32>,
 }
@@ -116,7 +114,6 @@ impl From<OnError> for HookOptions {
             with_kwargs: false,
             always_call: false,
             on_error,
-            timed: false,
             entry: None,
         }
     }
