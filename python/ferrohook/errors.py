@@ -65,4 +65,4 @@ class UnattributedWarning(UserWarning):
 
 
 class UnverifiedWarning(UserWarning):
-    """Stored batches without a fingerprint or a checksum: nothing to compare them with."""
+    """Stored batches without a fingerprint: nothing to compare them with."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _line(**changes: Any) -> dict[str, Any]:
-    file = {"name": "00000000.safetensors", "bytes": 3}
-    line = {"batch": 0, "file": file, "layers": {"0": ["output"]}, "complete": False}
-    return line | changes
+def _line(text: str) -> bytes:
+    """Returns a line of an index, with its checksum."""
+    content = text.removesuffix("}").encode()
+    return content + b', "crc32": %d}\n' % zlib.crc32(content)
 
 
 def _hostile_store(folder: Path, text: str) -> Path:
     (folder / "store" / "run").mkdir(parents=True)
-    (folder / "store" / "run" / "index.jsonl").write_text(text + "\n")
+    (folder / "store" / "run" / "index.jsonl").write_bytes(_line(text))
     return folder / "store"
 
 
@@ -51,8 +52,9 @@ def _hostile_store(folder: Path, text: str) -> Path:
 def test_a_name_from_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    text = json.dumps(_line(file={"name": name, "bytes": 8}))
-    folder = _hostile_store(tmp_path, text)
+    file = {"name": name, "bytes": 8, "crc32": zlib.crc32(b"precious")}
+    line = {"batch": 0, "file": file, "layers": {"0": ["output"]}, "complete": False}
+    folder = _hostile_store(tmp_path, json.dumps(line))
     model, batches = torch.nn.Sequential(torch.nn.Linear(4, 4)), [torch.randn(2, 4)]
     with fh.data.LocalStore(folder) as store:
         with pytest.raises(fh.data.StoreError, match="damaged"):
@@ -85,15 +87,15 @@ def test_mutated_indices_raise_store_errors(tmp_path: Path) -> None:
         fh.collect(model, batches, "0", store, progress=False)
     path = tmp_path / "whole" / "run" / "index.jsonl"
     entry = json.loads(path.read_text())
-    del entry["crc32"]  # as a line of an earlier version, which is read without
+    del entry["crc32"]
     refused = 0
     for _ in range(300):
-        path.write_text(json.dumps(_mutated(chosen, entry)) + "\n")
+        path.write_bytes(_line(json.dumps(_mutated(chosen, entry))))
         try:
             with fh.data.LocalStore(tmp_path / "whole") as store:
                 store.verify()
                 fh.collect(model, batches, "0", store, progress=False)
-        except (fh.data.StoreError, fh.data.ResumeError):
+        except (fh.data.StoreError, fh.data.ResumeError, fh.data.UnverifiedWarning):
             refused += 1
     assert 100 < refused < 300
     assert sorted(each.name for each in tmp_path.iterdir()) == ["whole"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -295,7 +294,7 @@ def test_an_interrupted_repair_is_repeated(
             assert torch.equal(store.get("run", 1, layer)["output"], expected)
 
 
-# Records of earlier versions
+# Batches of `put`
 
 
 def test_batches_without_a_fingerprint_are_accepted_with_a_warning(
@@ -310,34 +309,6 @@ def test_batches_without_a_fingerprint_are_accepted_with_a_warning(
     assert caught[0].filename == __file__
     with pytest.warns(fh.data.UnverifiedWarning, match=told):
         refused(store, "batch 3", model, batches[:3] + batches[:1], "0")
-
-
-def test_an_index_of_an_earlier_version_is_read(
-    model: nn.Sequential, batches: list[Tensor], tmp_path: Path
-) -> None:
-    with LocalStore(tmp_path) as store:
-        fh.collect(model, batches[:3], "0", store)
-    index = tmp_path / "run" / "index.jsonl"
-    old = []
-    for line in map(json.loads, index.read_text().splitlines()):
-        del line["file"]["crc32"]
-        kept = {key: line[key] for key in ("batch", "file", "layers", "complete")}
-        old.append(json.dumps(kept) + "\n")
-    index.write_text("".join(old))
-    with LocalStore(tmp_path) as store:
-        with (
-            pytest.warns(fh.data.UnverifiedWarning, match=f"3 batches of {tmp_path}: no checksum"),
-            pytest.warns(fh.data.UnverifiedWarning, match="batches 0, 1, 2, which have no"),
-        ):
-            assert fh.collect(model, batches, "0", store) == (1, 3)
-        with pytest.warns(fh.data.UnverifiedWarning, match=f"3 batches of {tmp_path}: no checksum"):
-            assert store.verify() == []
-        with pytest.warns(
-            fh.data.UnverifiedWarning, match="batch 0 of run 'run' of .*: no checksum"
-        ):
-            store.get("run", 0, "0", verify=True)
-        with warnings.catch_warnings(action="error"):
-            store.get("run", 3, "0", verify=True)
 
 
 # Two calls at once

@@ -135,7 +135,7 @@ def test_options_of_another_phase_are_refused(hooked: fh.HookedModule[Failing]) 
         ("backward", "with_kwargs"),
         ("backward_pre", "always_call"),
     ):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        with pytest.raises(fh.HookTypeError, match=f"{option} is not for {phase} hooks"):
             register(hooked, phase, ignore, **{option: True})
     assert hooked.hooks() == []
 

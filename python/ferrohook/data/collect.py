@@ -116,7 +116,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
-    if it skips batches without a fingerprint: an earlier version stored them, or `Store.put`.
+    if it skips batches without a fingerprint, which `Store.put` stored.
 
     Raises:
         ResumeError: the run was made of something else, which the message names; nothing of it was
@@ -259,8 +259,8 @@ class _RunContents(NamedTuple):
         more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
         return (
             f"run {self.run!r} skips batches {', '.join(map(str, numbers[:MOST_NAMED]))}{more}, "
-            "which have no fingerprint (an earlier version stored them, or put did): nothing shows "
-            "that they are of this model and these batches. To be sure, pass another run"
+            "which have no fingerprint (put stored them): nothing shows that they are of this "
+            "model and these batches. To be sure, pass another run"
         )
 
     def check(self, number: int, digest: str) -> None:
@@ -289,7 +289,7 @@ def _attached(sources: list[Source], scope: Scope) -> Iterator[None]:
 
 
 def _not_default(options: dict[str, Any]) -> dict[str, Any]:
-    """Drops defaults, which are not recorded: runs of earlier versions have none."""
+    """Drops defaults, which are not recorded."""
     return {
         name: value for name, value in options.items() if value is not None and value is not False
     }

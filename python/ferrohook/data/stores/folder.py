@@ -152,7 +152,7 @@ class Folder:
         try:
             if (size := path.stat().st_size) != file.bytes:
                 return f"{path} is damaged: it has {size} bytes, {file.bytes} were written"
-            if contents and file.crc32 not in (None, found := tensor_files.Checksum.of(path)):
+            if contents and (found := tensor_files.Checksum.of(path)) != file.crc32:
                 return (
                     f"{path} is damaged: its checksum is {found:08x}, that of the written bytes "
                     f"was {file.crc32:08x}"

@@ -24,8 +24,7 @@ class ShardFile(NamedTuple):
 
     name: str
     bytes: int
-    crc32: int | None = None
-    """None in the indices of earlier versions."""
+    crc32: int
 
     @classmethod
     def numbered(cls, batch: int, place: int) -> str:
@@ -43,7 +42,7 @@ class ShardFile(NamedTuple):
         file = cls(**entry)
         _expect(file.name, str)
         _expect(file.bytes, int)
-        _expect(file.crc32, int | None)
+        _expect(file.crc32, int)
         if not re.fullmatch(rf"{batch:08}(\.[0-9]+)?\.safetensors", file.name):
             msg = f"{file.name!r} is no file of batch {batch}"
             raise ValueError(msg)
@@ -64,7 +63,7 @@ class RunIndex:
     """Index of a run: one line of JSON per file, with its batch and layers.
 
     Lines are only appended. A last line without a line end is ignored: its process was killed. A
-    line ends with the checksum of what stands before it; lines of earlier versions have none.
+    line ends with the checksum of what stands before it.
     """
 
     NAME = "index.jsonl"
@@ -170,7 +169,7 @@ def _encode(line: dict[str, Any]) -> bytes:
 def _decode(line: bytes) -> dict[str, Any]:
     # No other member `crc32` follows it, and a str has its quotes escaped.
     content, separator, checksum = line.rpartition(_CHECKSUM)
-    if separator and int(checksum.removesuffix(b"}\n")) != crc32(content):
-        msg = "its checksum is another"
+    if not separator or int(checksum.removesuffix(b"}\n")) != crc32(content):
+        msg = "its checksum is missing or another"
         raise ValueError(msg)
     return dict(json.loads(line))

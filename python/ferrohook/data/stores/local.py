@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +20,7 @@ from ferrohook.data.stores.store import (
     own_tensors,
 )
 from ferrohook.data.stores.writer import Writer, closed_message
-from ferrohook.errors import HookTypeError, StoreError, UnverifiedWarning
+from ferrohook.errors import HookTypeError, StoreError
 from ferrohook.util.arguments import at_least
 from ferrohook.util.progress import progress_bar
 
@@ -48,7 +47,7 @@ class LocalStore(Store):
 
     The index has a CRC-32 (`zlib.crc32`) of each file, computed as it is written, and of each of
     its own lines. `verify` compares those of files, `get` with `verify=True`; those of lines are
-    always compared. The files of earlier versions have none.
+    always compared.
 
     One store writes to a folder at a time; any number may read it meanwhile. Reading flushes this
     store first. A store that is not closed is closed at the end of the process.
@@ -217,7 +216,6 @@ class LocalStore(Store):
         self, run: str | None = None, *, contents: bool = True, progress: bool = False
     ) -> list[DamagedBatch]:
         damaged: list[DamagedBatch] = []
-        unverified = 0
         batches = [
             (name, number, batch)
             for name in (self.runs() if run is None else [run])
@@ -231,10 +229,7 @@ class LocalStore(Store):
                 )
                 if problem := next(filter(None, damages), None):
                     damaged.append(DamagedBatch(name, number, problem))
-                unverified += any(file.crc32 is None for file in batch.files)
                 advance()
-        if contents and unverified:
-            _warn_unverified(f"{unverified} batches of {self._folder.path}")
         return damaged
 
     def repair(self, run: str | None = None, *, progress: bool = False) -> list[DamagedBatch]:
@@ -265,9 +260,6 @@ class LocalStore(Store):
         self, run: str, batch: int, layer: str, *, verify: bool = False
     ) -> dict[str, Tensor]:
         files = find(self._batch(run, batch).layers, layer, "layer")
-        if verify and any(file.crc32 is None for file in files.values()):
-            where = f"batch {batch} of run {run!r} of {self._folder.path}"
-            _warn_unverified(where)
         return self._folder.read(run, layer, files, verify=verify)
 
     def _batch(self, run: str, batch: int) -> IndexedBatch:
@@ -282,11 +274,6 @@ class LocalStore(Store):
         """Returns the index of a run; empty for an unknown run."""
         check_batch(run, 0)
         return self._index(run) if run in self.runs() else {}
-
-
-def _warn_unverified(subject: str) -> None:
-    msg = f"{subject}: no checksum was stored, so only the sizes of the files were compared"
-    warnings.warn(msg, UnverifiedWarning, stacklevel=3)  # the caller of the store
 
 
 def _submit(writer: Writer, opened: dict[tuple[str, int], StoredBatch]) -> None:

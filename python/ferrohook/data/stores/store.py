@@ -155,8 +155,6 @@ class Store(ABC):
             contents: read all files and compare checksums; False compares their sizes alone.
             progress: show a progress bar, as `collect` does.
 
-        Warns with `UnverifiedWarning` of files without a checksum, which an earlier version wrote.
-
         Raises:
             SelectionError: the store has no such run.
             StoreError: the index of a run is damaged.
