@@ -291,11 +291,7 @@ impl Registry {
         signature = (phase, hook, prepend = false, *, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
         text_signature = "($self, phase, hook, prepend=False, *, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
     )]
-    #[expect(
-        clippy::too_many_arguments,
-        clippy::fn_params_excessive_bools,
-        reason = "the options, by keyword"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
     fn py_register(
         &self,
         phase: PhaseName,
