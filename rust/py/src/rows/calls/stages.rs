@@ -41,7 +41,7 @@ impl Simple {
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
-            let Some(ways) = of_hook(py, hook) else {
+            let Some(ways) = of_hook(py, hook).filter(|_| hook.seconds().is_none()) else {
                 return Ok(None);
             };
             let Some(merging) = ways.merges(hook.object().bind(py), phase, owner)? else {
