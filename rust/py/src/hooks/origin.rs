@@ -1,4 +1,4 @@
-//! `Place`: where in a program a hook was registered.
+//! `Origin`: where in a program a hook was registered.
 
 use std::ffi::c_int;
 

@@ -77,7 +77,7 @@ pub struct BatchBase {
     modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
-    served: AtomicBool,
+    in_sites: AtomicBool,
     /// True if it attaches hooks of its own as it is entered.
     attaches: AtomicBool,
     /// Number of changes of the members' hooks while it is entered.
@@ -157,7 +157,7 @@ impl BatchBase {
             gathered: by_address,
             modules,
             joined: AtomicBool::new(false),
-            served: AtomicBool::new(false),
+            in_sites: AtomicBool::new(false),
             attaches: AtomicBool::new(false),
             epoch: Arc::default(),
             remembered: Mutex::default(),
@@ -224,7 +224,7 @@ impl BatchBase {
     /// Raises:
     ///     RowsError: a member has hooks of its own; `member` is that one.
     fn _serve(&self, py: Python<'_>) -> PyResult<()> {
-        self.served.store(true, Ordering::Release);
+        self.in_sites.store(true, Ordering::Release);
         self.members.iter().try_for_each(|member| {
             Membership::serve(py, member.frame.get()).inspect_err(|error| {
                 let _ = error.value(py).setattr("member", &member.frame);
@@ -271,7 +271,7 @@ impl BatchBase {
     fn _fail(&self, member: usize, error: &Bound<'_, PyBaseException>) -> PyResult<()> {
         let py = error.py();
         let error = PyErr::from_value(error.clone().into_any());
-        self.members[member].settle(py, error)
+        self.members[member].fail_with(py, error)
     }
 
     /// Modules with rows of their own.
@@ -371,8 +371,8 @@ impl BatchBase {
             if SITES.load(Ordering::Relaxed) > 0 {
                 slf.call_method0(intern!(py, "_begin_service"))?;
             }
-            let served = this.served.load(Ordering::Acquire);
-            if served || this.columns().is_some() {
+            let in_sites = this.in_sites.load(Ordering::Acquire);
+            if in_sites || this.columns().is_some() {
                 slf.call_method0(intern!(py, "_moved"))?;
             } else {
                 this.place(py)?;
@@ -382,7 +382,7 @@ impl BatchBase {
         enter().inspect_err(|_| {
             let _ = slf.as_super().get().close(py);
             this.part(this.members.len());
-            if this.served.swap(false, Ordering::AcqRel) {
+            if this.in_sites.swap(false, Ordering::AcqRel) {
                 let _ = slf.call_method0(intern!(py, "_end_service"));
             }
         })
@@ -403,7 +403,7 @@ impl BatchBase {
         let members = &this.members;
         this.give_remembered();
         this.part(members.len());
-        if this.served.swap(false, Ordering::AcqRel) {
+        if this.in_sites.swap(false, Ordering::AcqRel) {
             slf.call_method0(intern!(py, "_end_service"))?;
         }
         left?;
@@ -434,7 +434,7 @@ impl BatchBase {
 impl BatchBase {
     /// True if the hooks of its members fire in calls of the context that entered it.
     pub fn runs(&self, frame: &Frame) -> bool {
-        !frame.closed() && !self.served.load(Ordering::Acquire)
+        !frame.closed() && !self.in_sites.load(Ordering::Acquire)
     }
 
     /// True if a member has a hook for the module with this id.

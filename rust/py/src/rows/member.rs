@@ -6,6 +6,7 @@ use std::time::Instant;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
+use crate::call::stop::Stop;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_type_error, rows_error, type_name};
 use crate::hooks::site::{is_fault, log_error};
@@ -49,8 +50,12 @@ impl Member {
         }
     }
 
-    /// Fails it for an exception; raises it if it is no fault, as `KeyboardInterrupt`.
-    pub fn settle(&self, py: Python<'_>, error: PyErr) -> PyResult<()> {
+    /// Fails it for an exception of its hooks; raises it if it is no fault, as `KeyboardInterrupt`.
+    pub fn fail_with(&self, py: Python<'_>, error: PyErr) -> PyResult<()> {
+        // The forward is shared: a capture that stops does not end it.
+        if error.is_instance_of::<Stop>(py) {
+            return Ok(());
+        }
         if !is_fault(py, &error) {
             return Err(error);
         }

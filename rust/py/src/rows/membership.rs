@@ -25,8 +25,8 @@ pub struct Membership(Mutex<State>);
 struct State {
     /// True while the frame is a member of an entered batch.
     joined: bool,
-    /// True while sites serve that batch.
-    served: bool,
+    /// True while sites carry out its plan.
+    in_sites: bool,
     closed: bool,
     /// Merged hooks of the last batch whose first member it was.
     remembered: Option<Box<Remembered>>,
@@ -189,7 +189,7 @@ impl Membership {
     /// Has sites serve the plan of a member, which gets no hook of its own until it parts.
     pub fn serve(py: Python<'_>, frame: &Frame) -> PyResult<()> {
         if let Some(membership) = Self::of(frame) {
-            membership.0.lock().served = true;
+            membership.0.lock().in_sites = true;
         }
         if frame.has_own_hooks() {
             return Err(rows_error(py, SERVED.to_owned()));
@@ -202,7 +202,7 @@ impl Membership {
         frame.changes().count_for(None);
         if let Some(membership) = Self::of(frame) {
             let mut state = membership.0.lock();
-            (state.joined, state.served) = (false, false);
+            (state.joined, state.in_sites) = (false, false);
             let former = state.masks.take();
             drop(state);
             drop(former); // runs Python code
@@ -229,11 +229,11 @@ impl Membership {
 
 impl FrameSlot for Membership {
     fn check_hook(&self, py: Python<'_>, gradients: bool) -> PyResult<()> {
-        let (joined, served) = {
+        let (joined, in_sites) = {
             let state = self.0.lock();
-            (state.joined, state.served)
+            (state.joined, state.in_sites)
         };
-        if served {
+        if in_sites {
             return Err(rows_error(py, SERVED.to_owned()));
         }
         if joined && gradients {

@@ -67,7 +67,7 @@ impl Positions {
         let own = self.of(number, member);
         match Masks::of_rows(py, ats, &own, prompt, dim) {
             Ok(masks) => Membership::set_masks(frame, Some(masks)),
-            Err(error) => member.settle(py, error)?,
+            Err(error) => member.fail_with(py, error)?,
         }
         Ok(())
     }

@@ -195,12 +195,12 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     /// Fails a member for the exception of its hooks.
-    fn settle(&self, number: usize, error: PyErr) -> PyResult<()> {
+    fn fail_with(&self, number: usize, error: PyErr) -> PyResult<()> {
         let member = self.member(number);
         if let Some(run) = self.run {
             run.note_failure(member.frame.get(), self.py(), &error);
         }
-        value::settle(self.py(), member, error)
+        member.fail_with(self.py(), error)
     }
 
     /// In a repeat: raises what the member failed with in the forward.
@@ -296,7 +296,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
             let run = self.run;
             match self.call.apply_on_error(Owned { entry, owner, run }, error) {
                 Ok(()) => Ok(true),
-                Err(error) => value::settle(self.py(), member, error).map(|()| false),
+                Err(error) => member.fail_with(self.py(), error).map(|()| false),
             }
         };
         stages.run(value, &mut fail)
@@ -386,7 +386,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 value.take(&narrowed, &after)
             };
             if let Err(error) = run() {
-                self.settle(number, error)?;
+                self.fail_with(number, error)?;
             }
         }
         let Some(merged) = value.merged()? else {
@@ -465,7 +465,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 value.take(&narrowed, &result)
             };
             if let Err(error) = run() {
-                self.settle(number, error)?;
+                self.fail_with(number, error)?;
             }
         }
         value.merged()

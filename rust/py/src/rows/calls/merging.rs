@@ -122,7 +122,7 @@ pub struct MergedResult<'py> {
     pub failed: Vec<(usize, PyErr)>,
 }
 
-/// Native hook that has ways of its own in batches.
+/// Native hook that says how it runs in batches.
 pub trait InBatch: Native {
     /// True if it keeps the value, which nobody may write to later.
     fn keeps(&self) -> bool {
@@ -177,25 +177,25 @@ pub trait InBatch: Native {
 
 struct Extended(for<'a, 'py> fn(&'a Bound<'py, PyAny>) -> PyResult<&'a dyn InBatch>);
 
-/// The [`Native::extension`] of a class that has ways of its own in batches.
+/// The [`Native::extension`] of a class that says how its hooks run in batches.
 pub fn in_batch<T: InBatch + PyClass<Frozen = True>>() -> &'static Extension {
     const { &Extended(|object| Ok(object.cast::<T>()?.get())) }
 }
 
-/// Returns the ways of a hook in batches; None for one that runs for each member alone.
+/// Returns how a hook runs in batches; None for one that runs for each member on its own.
 pub fn of_hook<'a>(py: Python<'a>, hook: &'a Hook) -> Option<&'a dyn InBatch> {
-    let Extended(ways) = hook.native(py)?.extension()?.downcast_ref()?;
-    ways(hook.object().bind(py)).ok()
+    let Extended(cast) = hook.native(py)?.extension()?.downcast_ref()?;
+    cast(hook.object().bind(py)).ok()
 }
 
-/// Returns the ways of a hook that merges.
+/// Returns how a hook that merges runs in batches.
 pub fn in_batch_of<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn InBatch> {
     let class = object.cast::<NativeHook>()?.get().class();
     let extension = class(object)?.extension();
-    let Some(Extended(ways)) = extension.and_then(|it| it.downcast_ref()) else {
+    let Some(Extended(cast)) = extension.and_then(|it| it.downcast_ref()) else {
         return Err(PyTypeError::new_err(
-            "a hook that merges has ways in batches",
+            "a hook that merges says how it runs in batches",
         ));
     };
-    ways(object)
+    cast(object)
 }

@@ -41,10 +41,10 @@ impl Simple {
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
-            let Some(ways) = of_hook(py, hook).filter(|_| hook.seconds().is_none()) else {
+            let Some(in_batch) = of_hook(py, hook).filter(|_| hook.seconds().is_none()) else {
                 return Ok(None);
             };
-            let Some(merging) = ways.merges(hook.object().bind(py), phase, owner)? else {
+            let Some(merging) = in_batch.merges(hook.object().bind(py), phase, owner)? else {
                 return Ok(None);
             };
             let merged = in_batch_of(merging.hook.bind(py))?;
@@ -125,7 +125,7 @@ impl<'py> Stages<'_, 'py> {
         Some(self.layout.places(simple.number, of_batch))
     }
 
-    fn ways<'a>(&'a self, py: Python<'a>, (member, at): HookAt) -> PyResult<&'a dyn InBatch> {
+    fn in_batch<'a>(&'a self, py: Python<'a>, (member, at): HookAt) -> PyResult<&'a dyn InBatch> {
         in_batch_of(self.hooks.members[member].merging[at].hook.bind(py))
     }
 
@@ -222,7 +222,7 @@ impl<'py> Stages<'_, 'py> {
 
     fn joint(&self, py: Python<'_>, stage: &[HookAt]) -> PyResult<Arc<dyn Joint>> {
         self.hooks.joint(stage, || {
-            let ways = self.ways(py, stage[0])?;
+            let in_batch = self.in_batch(py, stage[0])?;
             // Positions of a repeat may be others than those that the batch has now.
             let repeats = self.run.is_some_and(|run| run.replay().is_some());
             let select = Select(if repeats {
@@ -230,7 +230,7 @@ impl<'py> Stages<'_, 'py> {
             } else {
                 self.batch.selections(self.layout)
             });
-            self.with_parts(py, stage, |parts| ways.join(parts, &select))
+            self.with_parts(py, stage, |parts| in_batch.join(parts, &select))
         })
     }
 
@@ -252,8 +252,8 @@ impl<'py> Stages<'_, 'py> {
             let Some(first) = stage.first() else {
                 break;
             };
-            let ways = self.ways(py, *first)?;
-            let failed = self.with_parts(py, &stage, |parts| ways.check_parts(parts, value))?;
+            let in_batch = self.in_batch(py, *first)?;
+            let failed = self.with_parts(py, &stage, |parts| in_batch.check_parts(parts, value))?;
             fine &= failed.is_empty();
             for (number, error) in failed {
                 let at = stage[number];

@@ -10,10 +10,9 @@ use pyo3::types::{PyDict, PyTuple};
 use rustc_hash::FxHashSet;
 
 use crate::call::Call;
-use crate::call::stop::Stop;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::site::{annotate, is_fault};
+use crate::hooks::site::annotate;
 use crate::rows::batch::BatchBase;
 use crate::rows::calls::memory::{BlockCopies, SharedMemory, is_expanded};
 use crate::rows::calls::merging::{InBatch, of_hook};
@@ -24,19 +23,6 @@ use crate::torch;
 use crate::torch::facts::Facts;
 use crate::torch::nested::is_nested;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
-
-/// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
-pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
-    // The forward is shared: a capture ends it for nobody.
-    if error.is_instance_of::<Stop>(py) {
-        return Ok(());
-    }
-    if !is_fault(py, &error) {
-        return Err(error);
-    }
-    member.fail(py, &error);
-    Ok(())
-}
 
 /// Marks that hooks of a member run.
 pub fn note_run(member: &Member) {
@@ -207,7 +193,7 @@ impl<'a, 'py> Value<'a, 'py> {
         };
         let positioned = self.batch.positioned();
         let reads = |entry: &&Arc<Entry<Hook>>| {
-            of_hook(py, entry.hook()).is_none_or(|ways| ways.reads(positioned))
+            of_hook(py, entry.hook()).is_none_or(|it| it.reads(positioned))
         };
         let reader = entries.iter().find(reads).unwrap_or(&entries[0]);
         let (rows, dim) = (self.layout.size, self.layout.dim);
@@ -579,7 +565,7 @@ impl<'a, 'py> Value<'a, 'py> {
                 Err(error) => {
                     let (member, hook) = writing.ok_or_else(|| error.clone_ref(py))?;
                     self.note(hook, &error);
-                    settle(py, &self.batch.all()[member], error)?;
+                    self.batch.all()[member].fail_with(py, error)?;
                     for changes in &mut self.changes {
                         changes.retain(|changed| changed.member != member);
                     }
@@ -721,10 +707,10 @@ impl Needs {
         };
         for entry in entries {
             let hook = entry.hook();
-            let ways = of_hook(py, hook);
-            needs.reads |= ways.is_none_or(|ways| ways.reads(positioned));
+            let in_batch = of_hook(py, hook);
+            needs.reads |= in_batch.is_none_or(|it| it.reads(positioned));
             needs.python |= hook.runs_python(py);
-            needs.keeps |= ways.is_some_and(InBatch::keeps);
+            needs.keeps |= in_batch.is_some_and(InBatch::keeps);
         }
         needs
     }
