@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import UserError, describe, need, warnings_as_lines
+from ferrohook.cli.errors import UserError, failing_as, need, warnings_as_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,27 +119,21 @@ def run(options: argparse.Namespace) -> int:
     model = models.load(options.model, trust=options.trust).eval()
     models.move(model, options.device)
     batches = _Batches(model, options)
-    with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"):
-        try:
-            done = fh.collect(
-                model,
-                batches,
-                options.select,
-                store,
-                run=options.run,
-                inputs=options.inputs,
-                output_index=options.output_index,
-                slice=options.slice,
-                dtype=options.dtype and getattr(torch, options.dtype),
-                mask=options.mask,
-                plan=plan,
-            )
-        except (UserError, fh.HookError, OSError):
-            raise
-        except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", ()))
-            msg = f"the model failed: {describe(error)}; {notes} (--traceback shows where)"
-            raise UserError(msg) from error
+    failing = failing_as("the model failed", " (--traceback shows where)")
+    with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"), failing:
+        done = fh.collect(
+            model,
+            batches,
+            options.select,
+            store,
+            run=options.run,
+            inputs=options.inputs,
+            output_index=options.output_index,
+            slice=options.slice,
+            dtype=options.dtype and getattr(torch, options.dtype),
+            mask=options.mask,
+            plan=plan,
+        )
     if options.json:
         print(json.dumps({"run": options.run, "stored": done.batches, "skipped": done.skipped}))
     else:

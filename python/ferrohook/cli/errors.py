@@ -30,6 +30,19 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+@contextmanager
+def failing_as(what: str, hint: str = "") -> Iterator[None]:
+    """Raises a foreign exception of a block as a `UserError`: what failed, why, and a hint."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reasons = "; ".join([describe(error), *getattr(error, "__notes__", ())])
+        msg = f"{what}: {reasons}{hint}"
+        raise UserError(msg) from error
+
+
 def check_writable(path: Path, suffix: str) -> None:
     """Validates an output path before the work starts.
 

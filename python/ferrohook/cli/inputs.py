@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ferrohook.cli.errors import UserError, describe, need
+from ferrohook.cli.errors import UserError, failing_as, need
 from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
@@ -62,11 +62,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
     import safetensors.torch
 
     _check_there(path)
-    try:
+    with failing_as(f"cannot read {path}", "; was it written by safetensors?"):
         return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        msg = f"cannot read {path}: {describe(error)}; was it written by safetensors?"
-        raise UserError(msg) from error
 
 
 def _torch(path: Path) -> Any:
@@ -128,13 +125,8 @@ def tokens(texts: list[str], where: str) -> dict[str, Any]:
             f"{where} has no tokenizer: a text needs a model folder saved by transformers with one"
         )
         raise UserError(msg)
-    try:
+    with failing_as(f"the tokenizer in {where} failed"):
         return dict(_tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1))
-    except UserError:
-        raise
-    except Exception as error:
-        msg = f"the tokenizer in {where} failed: {describe(error)}"
-        raise UserError(msg) from error
 
 
 @functools.cache

@@ -21,22 +21,17 @@ HEADINGS = ("run", "layer", "tensor", "shape", "dtype", "batches")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options for a store."""
     parser.add_argument("store", metavar="STORE", help="folder of a LocalStore")
     parser.add_argument("--run", help="name of a run; all runs if left out")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints a line for each tensor of each layer, as the first complete batch has it."""
-    need("torch")
     need("safetensors")
-    import ferrohook as fh
     from ferrohook.util.tables import text_table
 
-    if not Path(options.store).is_dir():
-        msg = f"there is no folder {options.store}"
-        raise UserError(msg)
-    with fh.data.LocalStore(options.store, read_only=True) as store:
+    with opened(options, read_only=True) as store:
         runs = store.runs() if options.run is None else [options.run]
         found = {name: _described(store, name) for name in runs}
     if options.json:
@@ -50,6 +45,21 @@ def run(options: argparse.Namespace) -> int:
     ]
     print(text_table([HEADINGS, *lines], right="batches") if lines else "no complete batch")
     return 0
+
+
+def opened(options: argparse.Namespace, *, read_only: bool) -> LocalStore:
+    """Opens the store of a command.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    need("torch")
+    from ferrohook.data import LocalStore
+
+    if not Path(options.store).is_dir():
+        msg = f"there is no folder {options.store}"
+        raise UserError(msg)
+    return LocalStore(options.store, read_only=read_only)
 
 
 def _described(store: LocalStore, run: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli.errors import UserError, describe, need
+from ferrohook.cli.errors import UserError, describe, failing_as, need
 from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
@@ -54,11 +54,8 @@ def move(what: Any, device: str) -> Any:
     def to_device(each: Tensor | nn.Module) -> Any:
         return each.to(device)
 
-    try:
+    with failing_as(f"cannot run the model on {device!r}"):
         return to_device(what) if isinstance(what, nn.Module) else map_tensors(to_device, what)
-    except (RuntimeError, AssertionError) as error:
-        msg = f"cannot run the model on {device!r}: {describe(error)}"
-        raise UserError(msg) from error
 
 
 def load(model: str, *, trust: bool) -> nn.Module:
@@ -88,17 +85,15 @@ def load(model: str, *, trust: bool) -> nn.Module:
 
 def _from_module(model: str) -> nn.Module:
     module_name, _, attributes = model.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:
-        hint = "is it installed, or in this folder?"
-        if module_name.endswith(".py"):
-            hint = f"write {module_name.removesuffix('.py')}:{attributes}, without .py"
-        msg = f"cannot import {module_name!r}: {describe(error)}; {hint}"
-        raise UserError(msg) from error
-    except (Exception, SystemExit) as error:
-        msg = f"importing {module_name!r} failed: {describe(error)} (--traceback shows where)"
-        raise UserError(msg) from error
+    with failing_as(f"importing {module_name!r} failed", " (--traceback shows where)"):
+        try:
+            module = importlib.import_module(module_name)
+        except (ImportError, ValueError, TypeError) as error:
+            hint = "is it installed, or in this folder?"
+            if module_name.endswith(".py"):
+                hint = f"write {module_name.removesuffix('.py')}:{attributes}, without .py"
+            msg = f"cannot import {module_name!r}: {describe(error)}; {hint}"
+            raise UserError(msg) from error
     try:
         found: object = reduce(getattr, attributes.split("."), module)
     except AttributeError as error:
@@ -117,11 +112,8 @@ def _module(found: object, where: str) -> nn.Module:
     if not callable(found):
         msg = f"{where} is {with_article(found)}: name an nn.Module, or a callable returning one"
         raise UserError(msg)
-    try:
+    with failing_as(f"{where}() failed", " (it is called without arguments)"):
         result = found()
-    except (Exception, SystemExit) as error:
-        msg = f"{where}() failed: {describe(error)} (it is called without arguments)"
-        raise UserError(msg) from error
     if not isinstance(result, nn.Module):
         msg = f"{where}() returned {with_article(result)}: an nn.Module was expected"
         raise UserError(msg)
@@ -135,15 +127,14 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
     if not zipfile.is_zipfile(path):
         msg = f"{path} is no model: pass a file of torch.save(model), or module:factory"
         raise UserError(msg)
-    try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if not trust:
+    with failing_as(f"cannot load {path}", "; was it saved by torch.save(model, path)?"):
+        try:
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=not trust)
+        except pickle.UnpicklingError as error:
+            if trust:
+                raise
             msg = f"loading {path} may run any code of its author: pass --trust if you trust them"
             raise UserError(msg) from error
-        loaded = _unpickled(path)
-    except Exception as error:
-        raise _unreadable(path, error) from error
     if not isinstance(loaded, nn.Module):
         msg = (
             f"{path} contains {with_article(loaded)}, no nn.Module: save the whole model by "
@@ -151,21 +142,6 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
         )
         raise UserError(msg)
     return loaded
-
-
-def _unpickled(path: Path) -> object:
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"cannot load {path}: {describe(error)}; was it saved by torch.save(model, path)?"
-    )
 
 
 def _from_transformers(path: Path) -> nn.Module:
@@ -177,7 +153,7 @@ def _from_transformers(path: Path) -> nn.Module:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with failing_as(f"transformers cannot load {path}"):
         # An unset `trust_remote_code` prompts at the terminal.
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(path, **options)
@@ -185,9 +161,6 @@ def _from_transformers(path: Path) -> nn.Module:
         saved = (config.architectures or ["AutoModel"])[0]
         cls: Any = getattr(transformers, saved, transformers.AutoModel)
         model, found = cls.from_pretrained(path, output_loading_info=True, **options)
-    except Exception as error:
-        msg = f"transformers cannot load {path}: {describe(error)}"
-        raise UserError(msg) from error
     if missing := sorted(found["missing_keys"]):
         print(f"ferrohook: random, not in {path}: {', '.join(missing)}", file=sys.stderr)
     loaded: nn.Module = model

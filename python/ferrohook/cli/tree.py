@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import UserError, describe, need
+from ferrohook.cli.errors import failing_as, need
 
 if TYPE_CHECKING:
     import argparse
@@ -115,12 +115,10 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
         shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
 
     hooks = fh.register(model, None, note)
+    failing = failing_as("the model failed on this input", " (--traceback shows where)")
     try:
-        with torch.no_grad():
+        with failing, torch.no_grad():
             model(*args, **kwargs)
-    except Exception as error:
-        msg = f"the model failed on this input: {describe(error)} (--traceback shows where)"
-        raise UserError(msg) from error
     finally:
         hooks.remove()
     details = {}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrohook.cli.errors import UserError, need, warnings_as_lines
+from ferrohook.cli import inspect
 
 if TYPE_CHECKING:
     import argparse
@@ -19,8 +18,7 @@ ferrohook verify acts --run train --repair
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("store", metavar="STORE", help="folder of a LocalStore")
-    parser.add_argument("--run", help="name of a run; all runs if left out")
+    inspect.add_options(parser)
     parser.add_argument(
         "--repair",
         action="store_true",
@@ -34,14 +32,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         1 if there are damaged batches, 0 once they are removed.
     """
-    need("torch")
-    import ferrohook as fh
-
-    if not Path(options.store).is_dir():
-        msg = f"there is no folder {options.store}"
-        raise UserError(msg)
-    opened = fh.data.LocalStore(options.store, read_only=not options.repair)
-    with opened as store, warnings_as_lines("verify"):
+    with inspect.opened(options, read_only=not options.repair) as store:
         check = store.repair if options.repair else store.verify
         damaged = check(options.run, progress=True)
         runs = store.runs() if options.run is None else [options.run]
