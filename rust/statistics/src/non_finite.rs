@@ -42,28 +42,3 @@ impl NonFinite {
         self.infinite += other.infinite;
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_place_is_looked_at() {
-        for place in [0, 1, 7, BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 2] {
-            let mut values = vec![1.0f32; 2 * BLOCK + 3];
-            values[place] = f32::NAN;
-            let nan = NonFinite::of(&values);
-            values[place] = f32::NEG_INFINITY;
-            let infinite = NonFinite::of(&values);
-            assert_eq!((nan.nan, nan.infinite), (1, 0));
-            assert_eq!((infinite.nan, infinite.infinite), (0, 1));
-        }
-    }
-
-    #[test]
-    fn the_largest_and_the_smallest_are_finite() {
-        let values = [f64::MAX, f64::MIN, 5e-324, -0.0];
-        assert_eq!(NonFinite::of(&values), NonFinite::default());
-        assert_eq!(NonFinite::of::<f32>(&[]), NonFinite::default());
-    }
-}
