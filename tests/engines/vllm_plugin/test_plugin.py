@@ -92,7 +92,7 @@ def test_the_plug_in_attaches_once() -> None:
         (
             "9.9.1",
             "run_busy_loop",
-            r"vllm 9\.9\.1 lacks EngineCoreProc\.run_busy_loop in vllm\.v1",
+            r"vllm 9\.9\.1 lacks v1\.engine\.core\.EngineCoreProc\.run_busy_loop",
         ),
     ],
 )
@@ -106,18 +106,16 @@ def test_a_release_without_what_is_needed_serves_no_plan(
     found = fh.engines.Capabilities("vllm", version, supported.CAPABILITIES.tried, (), {})
     for module in (plugin, supported):
         monkeypatch.setattr(module, "CAPABILITIES", found)
-    owner = plugin._owner
-    monkeypatch.setattr(
-        plugin,
-        "_owner",
-        lambda seam: (
-            Processor
-            if seam == plugin._PROCESSOR
-            else object  # which has none
-            if seam.method == missing
-            else owner(seam)
-        ),
-    )
+    method = plugin._method
+
+    def found_method(path: str) -> tuple[Any, Any]:
+        if path == plugin._PROCESSOR:
+            return Processor, Processor.process_inputs
+        if path.rpartition(".")[2] == missing:
+            raise KeyError(missing)
+        return method(path)
+
+    monkeypatch.setattr(plugin, "_method", found_method)
     plugin.register()
     params = types.SimpleNamespace(extra_args=None)
     assert Processor().process_inputs("a", [1], params) == "processed"

@@ -5,7 +5,7 @@ and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` an
 `add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
 `create_chat_completion` of the OpenAI server. Engine: `Scheduler.update_from_output`,
 `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what `self_test` calls. Worker:
-`WorkerWrapperBase.init_device`, then those of `runners`. `_seams` lists what is wrapped.
+`WorkerWrapperBase.init_device`, then those of `runners`. `_AROUND` lists what is wrapped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import json
 import logging
 import secrets
 import weakref
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ferrohook.engines.admission import check_salt
 from ferrohook.engines.model.modules import ModuleTable
@@ -31,7 +31,7 @@ from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
@@ -40,6 +40,23 @@ _PATIENCE: Final = 1.0
 """Seconds between looks at an engine that has not answered."""
 _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
 """Front ends by `InputProcessor`."""
+_PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
+_WORKER: Final = "v1.worker.worker_base.WorkerWrapperBase.init_device"
+_OUTPUTS: Final = "v1.engine.output_processor.OutputProcessor"
+_OPENAI: Final = "entrypoints.openai"
+_AROUND: Final[dict[str, Callable[..., Any]]] = {}
+"""Functions around methods of vLLM, by the paths of these."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _around(*paths: str) -> Callable[[F], F]:
+    """Has a function stand around methods of vLLM, which are its first argument."""
+
+    def note(function: F) -> F:
+        _AROUND.update(dict.fromkeys(paths, function))
+        return function
+
+    return note
 
 
 def register() -> None:
@@ -52,9 +69,9 @@ def register() -> None:
         _LOG.warning("ferrohook: %s", reason)
         _wrap(_PROCESSOR, functools.partial(_refusing, reason))
         return
-    for seam, make in _seams().items():
-        _wrap(seam, make)
-    wrapper = _owner(_WORKER)
+    for path, function in _AROUND.items():
+        _wrap(path, function)
+    wrapper, _ = _method(_WORKER)
     for name in ("describe", "put", "drop", "state", "take", "peek", "refuse"):
         setattr(wrapper, f"ferrohook_{name}", _remote(name))
 
@@ -64,12 +81,11 @@ def refusal() -> str | None:
     tried = ", ".join(CAPABILITIES.tried)
     if not CAPABILITIES.works and not is_newer():
         return f"vllm {CAPABILITIES.version} is older than those that were tried: {tried}"
-    for seam in _seams():
+    for path in _AROUND:
         try:
-            vars(_owner(seam))[seam.method]
+            _method(path)
         except (ImportError, AttributeError, KeyError) as error:
-            name = f"{seam.owner}.{seam.method} in vllm.{seam.module}"
-            return f"vllm {CAPABILITIES.version} lacks {name}, as {tried} have it: {error!r}"
+            return f"vllm {CAPABILITIES.version} lacks {path}, as {tried} have it: {error!r}"
     return None
 
 
@@ -81,54 +97,6 @@ def check_release() -> None:
     """
     if (reason := refusal()) is not None:
         raise HookError(reason)
-
-
-class _WrappedMethod(NamedTuple):
-    """A method of vLLM that is wrapped."""
-
-    module: str
-    owner: str
-    method: str
-
-
-_PROCESSOR: Final = _WrappedMethod("v1.engine.input_processor", "InputProcessor", "process_inputs")
-_WORKER: Final = _WrappedMethod("v1.worker.worker_base", "WorkerWrapperBase", "init_device")
-
-
-def _seams() -> dict[_WrappedMethod, Callable[[Any], Any]]:
-    """Returns the methods that are wrapped, with what makes the new ones."""
-    outputs = "v1.engine.output_processor", "OutputProcessor"
-    openai = "entrypoints.openai"
-    return {
-        _PROCESSOR: _processing,
-        _WrappedMethod(
-            "v1.engine.input_processor", "InputProcessor", "assign_request_id"
-        ): _assigning,
-        _WrappedMethod(*outputs, "process_outputs"): _outputting,
-        _WrappedMethod(*outputs, "_finish_request"): _finishing,
-        _WrappedMethod(*outputs, "abort_requests"): _aborting,
-        _WrappedMethod("v1.engine.llm_engine", "LLMEngine", "add_request"): _adding,
-        _WrappedMethod("v1.engine.async_llm", "AsyncLLM", "add_request"): _adding_async,
-        _WrappedMethod("v1.core.sched.scheduler", "Scheduler", "update_from_output"): _updating,
-        _WrappedMethod("v1.engine.core", "EngineCore", "__init__"): _starting,
-        _WrappedMethod("v1.engine.core", "EngineCoreProc", "run_busy_loop"): _looping,
-        _WORKER: _initializing,
-        _WrappedMethod(
-            "entrypoints.generate.base.serving", "GenerateBaseServing", "_raise_if_error"
-        ): _raising,
-        _WrappedMethod(
-            f"{openai}.completion.protocol", "CompletionRequest", "to_beam_search_params"
-        ): _beaming,
-        _WrappedMethod(
-            f"{openai}.chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params"
-        ): _beaming,
-        _WrappedMethod(
-            f"{openai}.completion.serving", "OpenAIServingCompletion", "create_completion"
-        ): _answering,
-        _WrappedMethod(
-            f"{openai}.chat_completion.serving", "OpenAIServingChat", "create_chat_completion"
-        ): _answering,
-    }
 
 
 def front_end_of(engine: Any) -> FrontEnd:
@@ -199,20 +167,27 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"vllm.{module}"), name)
 
 
-def _owner(seam: _WrappedMethod) -> Any:
-    return _named(seam.module, seam.owner)
+def _method(path: str) -> tuple[Any, Any]:
+    """Returns the class of a method, and what the class has under its name."""
+    module, owner, name = path.rsplit(".", 2)
+    found = _named(module, owner)
+    return found, vars(found)[name]
 
 
-def _wrap(seam: _WrappedMethod, make: Callable[[Any], Any]) -> None:
-    """Replaces a method by one around it, once."""
-    owner = _owner(seam)
-    original = vars(owner)[seam.method]
-    plain = original.__func__ if isinstance(original, staticmethod) else original
+def _wrap(path: str, function: Callable[..., Any]) -> None:
+    """Replaces a method by one that calls a function with the method and its arguments, once."""
+    owner, original = _method(path)
+    is_static = isinstance(original, staticmethod)
+    plain = original.__func__ if is_static else original
     if hasattr(plain, _MARK):
         return
-    made = functools.wraps(plain)(make(plain))
+
+    @functools.wraps(plain)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return function(plain, *args, **kwargs)
+
     setattr(made, _MARK, True)
-    setattr(owner, seam.method, staticmethod(made) if isinstance(original, staticmethod) else made)
+    setattr(owner, path.rpartition(".")[2], staticmethod(made) if is_static else made)
 
 
 def _has_plan(params: Any) -> bool:
@@ -222,123 +197,116 @@ def _has_plan(params: Any) -> bool:
 # --- front end -----------------------------------------------------------------------------------
 
 
-def _refusing(reason: str, original: Any) -> Any:
-    def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+def _refusing(  # noqa: PLR0913, PLR0917 (vLLM's arguments)
+    reason: str,
+    original: Any,
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if _has_plan(params):
+        raise BadPlanError(reason)
+    return original(self, request_id, prompt, params, *args, **kwargs)
+
+
+@_around(_PROCESSOR)
+def _processing(
+    original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    request = original(self, request_id, prompt, params, *args, **kwargs)
+    try:
+        check_salt(request.cache_salt)
         if _has_plan(params):
-            raise BadPlanError(reason)
-        return original(self, request_id, prompt, params, *args, **kwargs)
+            front_end = _front_ends.get(self)
+            if front_end is None:
+                msg = "a plan came by a way on which ferrohook does not see the engine"
+                raise BadPlanError(msg)
+            front_end.prepare(request)
+            metrics.PLANS.inc()
+    except ValueError as error:
+        raise BadPlanError(str(error)) from error
+    return request
 
-    return process_inputs
 
-
-def _processing(original: Any) -> Any:
-    def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        request = original(self, request_id, prompt, params, *args, **kwargs)
+@_around("v1.engine.llm_engine.LLMEngine.add_request")
+def _adding(
+    original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _has_plan(params):
         try:
-            check_salt(request.cache_salt)
-            if _has_plan(params):
-                front_end = _front_ends.get(self)
-                if front_end is None:
-                    msg = "a plan came by a way on which ferrohook does not see the engine"
-                    raise BadPlanError(msg)
-                front_end.prepare(request)
-                metrics.PLANS.inc()
-        except ValueError as error:
+            connect(self)
+        except HookError as error:
             raise BadPlanError(str(error)) from error
-        return request
-
-    return process_inputs
+    return original(self, request_id, prompt, params, *args, **kwargs)
 
 
-def _adding(original: Any) -> Any:
-    def add_request(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if _has_plan(params):
-            try:
-                connect(self)
-            except HookError as error:
-                raise BadPlanError(str(error)) from error
-        return original(self, request_id, prompt, params, *args, **kwargs)
-
-    return add_request
+@_around("v1.engine.async_llm.AsyncLLM.add_request")
+async def _adding_async(
+    original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _has_plan(params):
+        try:
+            await (await connect_async(self)).read_large(params)
+        except (HookError, ValueError) as error:
+            raise BadPlanError(str(error)) from error
+    return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
-def _adding_async(original: Any) -> Any:
-    async def add_request(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if _has_plan(params):
-            try:
-                await (await connect_async(self)).read_large(params)
-            except (HookError, ValueError) as error:
-                raise BadPlanError(str(error)) from error
-        return await original(self, request_id, prompt, params, *args, **kwargs)
-
-    return add_request
+@_around("v1.engine.input_processor.InputProcessor.assign_request_id")
+def _assigning(original: Any, request: Any) -> None:
+    original(request)
+    if _has_plan(request.sampling_params):
+        key = request.sampling_params.extra_args[NAME]["key"]
+        for front_end in [*_front_ends.values()]:
+            front_end.assigned(key, request.request_id)
 
 
-def _assigning(original: Any) -> Any:
-    def assign_request_id(request: Any) -> None:
-        original(request)
-        if _has_plan(request.sampling_params):
-            key = request.sampling_params.extra_args[NAME]["key"]
-            for front_end in [*_front_ends.values()]:
-                front_end.assigned(key, request.request_id)
-
-    return assign_request_id
-
-
-def _outputting(original: Any) -> Any:
+@_around(f"{_OUTPUTS}.process_outputs")
+def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
     error = _named("v1.engine", "FinishReason").ERROR
-
-    def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in outputs:
-            if each.finish_reason == error and isinstance(each.stop_reason, str):
-                if (state := self.request_states.get(each.request_id)) is None:
-                    continue
-                for front_end in [*_front_ends.values()]:
-                    front_end.failed(each.request_id, state.external_req_id, each.stop_reason)
-        return original(self, outputs, *args, **kwargs)
-
-    return process_outputs
-
-
-def _raising(original: Any) -> Any:
-    def _raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        if finish_reason == "error":
+    for each in outputs:
+        if each.finish_reason == error and isinstance(each.stop_reason, str):
+            if (state := self.request_states.get(each.request_id)) is None:
+                continue
             for front_end in [*_front_ends.values()]:
-                if (reason := front_end.failure(request_id)) is not None:
-                    raise _named("exceptions", "GenerationError")(reason)
-        original(self, finish_reason, request_id)
-
-    return _raise_if_error
+                front_end.failed(each.request_id, state.external_req_id, each.stop_reason)
+    return original(self, outputs, *args, **kwargs)
 
 
-def _answering(original: Any) -> Any:
+@_around("entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error")
+def _raising(original: Any, self: Any, finish_reason: str | None, request_id: str) -> None:
+    if finish_reason == "error":
+        for front_end in [*_front_ends.values()]:
+            if (reason := front_end.failure(request_id)) is not None:
+                raise _named("exceptions", "GenerationError")(reason)
+    original(self, finish_reason, request_id)
+
+
+@_around(
+    f"{_OPENAI}.completion.serving.OpenAIServingCompletion.create_completion",
+    f"{_OPENAI}.chat_completion.serving.OpenAIServingChat.create_chat_completion",
+)
+async def _answering(
+    original: Any, self: Any, request: Any, raw_request: Any = None, *args: Any
+) -> Any:
     """Gives the response to a request with a plan the token of its captures."""
-
-    async def create(self: Any, request: Any, raw_request: Any = None, *args: Any) -> Any:
-        xargs = request.vllm_xargs or {}
-        if NAME not in xargs or raw_request is None:
-            return await original(self, request, raw_request, *args)
-        token = raw_request.headers.get(HEADER) or secrets.token_urlsafe(_SHORTEST)
-        if len(token) < _SHORTEST:
-            msg = f"a token of captures has at least {_SHORTEST} characters, got {len(token)}"
-            raise BadPlanError(msg)
-        request.vllm_xargs = {**xargs, FIELD: token}
-        raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header
-        answer = await original(self, request, raw_request, *args)
-        if isinstance(answer, AsyncGenerator):
-            return _announced(answer, token)
-        setattr(answer, FIELD, token)
-        return answer
-
-    return create
+    xargs = request.vllm_xargs or {}
+    if NAME not in xargs or raw_request is None:
+        return await original(self, request, raw_request, *args)
+    token = raw_request.headers.get(HEADER) or secrets.token_urlsafe(_SHORTEST)
+    if len(token) < _SHORTEST:
+        msg = f"a token of captures has at least {_SHORTEST} characters, got {len(token)}"
+        raise BadPlanError(msg)
+    request.vllm_xargs = {**xargs, FIELD: token}
+    raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header
+    answer = await original(self, request, raw_request, *args)
+    if isinstance(answer, AsyncGenerator):
+        return _announced(answer, token)
+    setattr(answer, FIELD, token)
+    return answer
 
 
 async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIterator[str]:
@@ -353,79 +321,69 @@ async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIter
             yield event
 
 
-def _finishing(original: Any) -> Any:
-    def _finish_request(self: Any, state: Any) -> Any:
-        if state.detokenizer is not None:
-            tokens = state.prompt_len + state.detokenizer.num_output_tokens()
-            parent = state.parent_req
-            owner, last = (
-                (state.request_id, True)
-                if parent is None
-                else (parent.request_id, not parent.child_requests)
-            )
-            for front_end in [*_front_ends.values()]:
-                front_end.finished(owner, tokens, last=last)
-        return original(self, state)
-
-    return _finish_request
+@_around(f"{_OUTPUTS}._finish_request")
+def _finishing(original: Any, self: Any, state: Any) -> Any:
+    if state.detokenizer is not None:
+        tokens = state.prompt_len + state.detokenizer.num_output_tokens()
+        parent = state.parent_req
+        owner, last = (
+            (state.request_id, True)
+            if parent is None
+            else (parent.request_id, not parent.child_requests)
+        )
+        for front_end in [*_front_ends.values()]:
+            front_end.finished(owner, tokens, last=last)
+    return original(self, state)
 
 
-def _aborting(original: Any) -> Any:
-    def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
-        aborted = original(self, *args, **kwargs)
-        for request_id in aborted:
-            for front_end in [*_front_ends.values()]:
-                front_end.cancelled(request_id)
-        return aborted
-
-    return abort_requests
+@_around(f"{_OUTPUTS}.abort_requests")
+def _aborting(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    aborted = original(self, *args, **kwargs)
+    for request_id in aborted:
+        for front_end in [*_front_ends.values()]:
+            front_end.cancelled(request_id)
+    return aborted
 
 
-def _beaming(original: Any) -> Any:
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if NAME in (self.vllm_xargs or ()):
-            msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
-            raise BadPlanError(msg)
-        return original(self, *args, **kwargs)
-
-    return to_beam_search_params
+@_around(
+    f"{_OPENAI}.completion.protocol.CompletionRequest.to_beam_search_params",
+    f"{_OPENAI}.chat_completion.protocol.ChatCompletionRequest.to_beam_search_params",
+)
+def _beaming(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if NAME in (self.vllm_xargs or ()):
+        msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
+        raise BadPlanError(msg)
+    return original(self, *args, **kwargs)
 
 
 # --- engine --------------------------------------------------------------------------------------
 
 
-def _starting(original: Any) -> Any:
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self_test.run(self)
-
-    return make
+@_around("v1.engine.core.EngineCore.__init__")
+def _starting(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self_test.run(self)
 
 
-def _looping(original: Any) -> Any:
+@_around("v1.engine.core.EngineCoreProc.run_busy_loop")
+def _looping(original: Any, self: Any) -> Any:
     """Tests an engine whose process has learned of the plug-in as it was made."""
-
-    def run_busy_loop(self: Any) -> Any:
-        self_test.run(self)
-        return original(self)
-
-    return run_busy_loop
+    self_test.run(self)
+    return original(self)
 
 
-def _updating(original: Any) -> Any:
-    def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        failed: dict[str, str] | None = getattr(output, "ferrohook_failed", None)
-        if not failed:
-            return original(self, scheduler_output, output)
-        # Ended before the step's tokens are read: no text under a plan that failed.
-        ended = _end(self, failed)
-        made = original(self, scheduler_output, output)
-        for client, answer in ended:
-            made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
-            made[client].outputs.append(answer)
-        return made
-
-    return update_from_output
+@_around("v1.core.sched.scheduler.Scheduler.update_from_output")
+def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
+    failed: dict[str, str] | None = getattr(output, "ferrohook_failed", None)
+    if not failed:
+        return original(self, scheduler_output, output)
+    # Ended before the step's tokens are read: no text under a plan that failed.
+    ended = _end(self, failed)
+    made = original(self, scheduler_output, output)
+    for client, answer in ended:
+        made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
+        made[client].outputs.append(answer)
+    return made
 
 
 def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
@@ -460,13 +418,11 @@ def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
 # --- worker --------------------------------------------------------------------------------------
 
 
-def _initializing(original: Any) -> Any:
-    def init_device(self: Any) -> Any:
-        result = original(self)
-        self.ferrohook = attach(self.worker.model_runner, self.vllm_config)
-        return result
-
-    return init_device
+@_around(_WORKER)
+def _initializing(original: Any, self: Any) -> Any:
+    result = original(self)
+    self.ferrohook = attach(self.worker.model_runner, self.vllm_config)
+    return result
 
 
 def _remote(name: str) -> Callable[..., bytes]:

@@ -34,8 +34,20 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
     else:
         msg = f"{type(runner).__name__} of vLLM {CAPABILITIES.version} is an unknown model runner"
         raise HookError(msg)
-    _around(runner, "load_model", lambda original: _loading(original, worker))
-    _around(runner, "sample_tokens", lambda original: _sampling(original, worker))
+
+    def loading(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        worker.loaded()
+        return result
+
+    def sampling(original: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if failed := worker.failures():
+            _mark(output, failed)
+        return output
+
+    _around(runner, "load_model", loading)
+    _around(runner, "sample_tokens", sampling)
     return worker
 
 
@@ -43,28 +55,10 @@ _V1: Final = ("_update_states", "_prepare_inputs", "_model_forward")
 _V2: Final = ("add_requests", "prepare_inputs", "execute_model")
 
 
-def _around(runner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+def _around(runner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replaces a method by a function that is called with it and its arguments."""
     original = getattr(runner, name)
-    setattr(runner, name, functools.wraps(original)(make(original)))
-
-
-def _loading(original: Any, worker: RunnerWorker) -> Callable[..., Any]:
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        worker.loaded()
-        return result
-
-    return load_model
-
-
-def _sampling(original: Any, worker: RunnerWorker) -> Callable[..., Any]:
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        if failed := worker.failures():
-            _mark(output, failed)
-        return output
-
-    return sample_tokens
+    setattr(runner, name, functools.wraps(original)(functools.partial(function, original)))
 
 
 def _mark(output: Any, failed: dict[str, str]) -> None:
@@ -85,37 +79,30 @@ def _mark(output: Any, failed: dict[str, str]) -> None:
 def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
     forward_context = importlib.import_module("vllm.forward_context").get_forward_context
 
-    def updating(original: Any) -> Callable[..., Any]:
-        def _update_states(scheduler_output: Any) -> Any:
-            result = original(scheduler_output)
-            worker.reconcile(runner.requests)
-            for new in scheduler_output.scheduled_new_reqs:
-                state = runner.requests[new.req_id]
-                worker.take_request(new.req_id, new.sampling_params, state.num_prompt_tokens)
-            return result
+    def updating(original: Any, scheduler_output: Any) -> Any:
+        result = original(scheduler_output)
+        worker.reconcile(runner.requests)
+        for new in scheduler_output.scheduled_new_reqs:
+            state = runner.requests[new.req_id]
+            worker.take_request(new.req_id, new.sampling_params, state.num_prompt_tokens)
+        return result
 
-        return _update_states
+    def preparing(
+        original: Any, scheduler_output: Any, counts: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(scheduler_output, counts, *args, **kwargs)
+        batch = runner.input_batch
+        positions = batch.num_computed_tokens_cpu[: batch.num_reqs]
+        worker.settle(batch.req_ids[: batch.num_reqs], counts, positions)
+        return result
 
-    def preparing(original: Any) -> Callable[..., Any]:
-        def _prepare_inputs(scheduler_output: Any, counts: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(scheduler_output, counts, *args, **kwargs)
-            batch = runner.input_batch
-            positions = batch.num_computed_tokens_cpu[: batch.num_reqs]
-            worker.settle(batch.req_ids[: batch.num_reqs], counts, positions)
-            return result
-
-        return _prepare_inputs
-
-    def calling(original: Any) -> Callable[..., Any]:
-        def _model_forward(
-            input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            with worker.running(positions.shape[-1]):
-                output = original(input_ids, positions, *args, **kwargs)
-                worker.check(output, forward_context().slot_mapping)
-                return output
-
-        return _model_forward
+    def calling(
+        original: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        with worker.running(positions.shape[-1]):
+            output = original(input_ids, positions, *args, **kwargs)
+            worker.check(output, forward_context().slot_mapping)
+            return output
 
     _around(runner, "_update_states", updating)
     _around(runner, "_prepare_inputs", preparing)
@@ -125,36 +112,27 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
 def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
     entered = contextlib.ExitStack()
 
-    def adding(original: Any) -> Callable[..., Any]:
-        def add_requests(scheduler_output: Any) -> Any:
-            # Finished and preempted ones are gone by now; those that resume come as new ones.
-            worker.reconcile(runner.req_states.req_id_to_index)
-            result = original(scheduler_output)
-            for new in scheduler_output.scheduled_new_reqs:
-                worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
+    def adding(original: Any, scheduler_output: Any) -> Any:
+        # Finished and preempted ones are gone by now; those that resume come as new ones.
+        worker.reconcile(runner.req_states.req_id_to_index)
+        result = original(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
+        return result
+
+    def preparing(original: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        positions = batch.num_computed_tokens_np[: batch.num_reqs]
+        worker.settle(batch.req_ids, batch.num_scheduled_tokens, positions)
+        entered.enter_context(worker.running(batch.num_tokens_after_padding))
+        return batch
+
+    def executing(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with entered:
+            result = original(*args, **kwargs)
+            if (state := runner.execute_model_state) is not None:
+                worker.check(state.hidden_states, state.slot_mappings_by_layer)
             return result
-
-        return add_requests
-
-    def preparing(original: Any) -> Callable[..., Any]:
-        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-            batch = original(*args, **kwargs)
-            positions = batch.num_computed_tokens_np[: batch.num_reqs]
-            worker.settle(batch.req_ids, batch.num_scheduled_tokens, positions)
-            entered.enter_context(worker.running(batch.num_tokens_after_padding))
-            return batch
-
-        return prepare_inputs
-
-    def executing(original: Any) -> Callable[..., Any]:
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
-            with entered:
-                result = original(*args, **kwargs)
-                if (state := runner.execute_model_state) is not None:
-                    worker.check(state.hidden_states, state.slot_mappings_by_layer)
-                return result
-
-        return execute_model
 
     _around(runner, "add_requests", adding)
     _around(runner, "prepare_inputs", preparing)
