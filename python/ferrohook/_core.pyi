@@ -43,6 +43,7 @@ __all__ = [
     "Registry",
     "RequestBase",
     "RootCalls",
+    "ShapeDetector",
     "SitesBase",
     "Stop",
     "TypedHook",
@@ -52,6 +53,7 @@ __all__ = [
     "crc32",
     "frames",
     "generated_class",
+    "keeps_state_in_torch_hooks",
     "in_flight",
     "name_positions",
     "places_at",
@@ -146,6 +148,10 @@ class CallCounter(NativeDetector):
 @final
 class LatencyDetector(NativeDetector):
     def __new__(cls) -> Self: ...
+
+@final
+class ShapeDetector(NativeDetector):
+    def __new__(cls, *, limit: int = 1024) -> Self: ...
 
 @final
 class NonFiniteDetector(NativeDetector):
@@ -287,6 +293,7 @@ class SitesBase:
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
+def keeps_state_in_torch_hooks(hook: object) -> bool: ...
 def release_copy(module: Any) -> bool: ...
 def release_unused(module: Any) -> None: ...
 def take_off(module: Any) -> Dispatcher | None: ...

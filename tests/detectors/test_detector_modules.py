@@ -19,12 +19,13 @@ from ferrohook.detectors import (
     NativeDetector,
     NonFiniteDetector,
     NormDetector,
+    ShapeDetector,
     reductions,
 )
 from support.modules import Returning
 from support.threads import in_threads
 
-ALL = [CallCounter, LatencyDetector, NonFiniteDetector, NormDetector]
+ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetector]
 
 
 def nan_behind(x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +114,16 @@ def test_calls_of_modules_without_a_name_count_in_the_sum_alone() -> None:
     assert detector.modules["0"].snapshot() == {"calls": 1}
 
 
+def test_a_limit_applies_to_each_module() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Flatten(0))
+    detector = ShapeDetector(limit=1)
+    with fh.register(model, "*", detector):
+        model(torch.ones(1, 2))
+        model(torch.ones(2, 2))
+    assert detector.modules["0"].snapshot() == {"calls": 2, "shapes": {(1, 2): 1}, "others": 1}
+    assert detector.modules["1"].snapshot() == {"calls": 2, "shapes": {(2,): 1}, "others": 1}
+
+
 def test_a_copied_model_counts_in_the_copied_detector(model: nn.Sequential) -> None:
     detector, names = CallCounter(), ["early", "late"]
     with fh.instrument(model):
@@ -147,6 +158,7 @@ MOMENTS = "mean=1, variance=0, rms=1, min=1, max=1"
     ("cls", "shown"),
     [
         (CallCounter, "CallCounter(calls=2)"),
+        (ShapeDetector, "ShapeDetector(calls=2, shapes={(2,): 2}, others=0)"),
         (NonFiniteDetector, "NonFiniteDetector(tensors=2, affected=1, nan=0, inf=1, first='1')"),
         (NormDetector, f"NormDetector(tensors=2, count=3, {MOMENTS}, not_finite=1)"),
     ],

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
-from ferrohook.detectors import NonFiniteDetector, NormDetector
+from ferrohook.detectors import NonFiniteDetector, NormDetector, ShapeDetector
 from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 
@@ -103,9 +103,9 @@ def test_freed_memory_is_not_read(count: int, left: int) -> None:
 
 def test_vmap_grad_and_nested_tensors_are_read_and_fake_ones_are_skipped() -> None:
     x = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
-    non_finite, norm = NonFiniteDetector(), NormDetector()
+    non_finite, norm, shapes = NonFiniteDetector(), NormDetector(), ShapeDetector()
     module = fh.HookedModule(Returning())
-    for detector in (non_finite, norm):
+    for detector in (non_finite, norm, shapes):
         module.register_forward_hook(detector)
     torch.func.vmap(module)(x)
     torch.func.vmap(torch.func.grad(lambda row: module(row).sum()))(x)
@@ -117,6 +117,8 @@ def test_vmap_grad_and_nested_tensors_are_read_and_fake_ones_are_skipped() -> No
     if packed := getattr(torch, "float4_e2m1fn_x2", None):
         module(torch.empty(3, dtype=packed))
     assert non_finite.snapshot()["tensors"] == norm.snapshot()["tensors"] == 3
+    found = shapes.snapshot()
+    assert (found["shapes"][3,], found["others"]) == (2 + (packed is not None), 1)
 
 
 X = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
@@ -229,6 +231,7 @@ def test_each_tensor_of_a_structure_is_read() -> None:
     nan = torch.tensor([math.nan])
     output = Record({"a": [nan, (nan, None, "text")]}, (nan, 3))
     assert snapshot_after(NonFiniteDetector(), output)["nan"] == 3
+    assert snapshot_after(ShapeDetector(), output)["shapes"] == {(1,): 3}
     deep: Any = nan
     for _ in range(100_000):
         deep = [deep]

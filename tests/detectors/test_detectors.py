@@ -19,15 +19,38 @@ from ferrohook.detectors import (
     NativeDetector,
     NonFiniteDetector,
     NormDetector,
+    ShapeDetector,
 )
 from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 from support.threads import in_threads, repeating, run_together
 
-ALL = [CallCounter, LatencyDetector, NonFiniteDetector, NormDetector]
+ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetector]
 
 
-# Calls, latency
+# Calls, shapes, latency
+
+
+def test_an_invalid_limit_is_refused() -> None:
+    for limit, error, told in (
+        ("3", fh.HookTypeError, "limit is an int, got str"),
+        (True, fh.HookTypeError, "limit is an int, got bool"),
+        (-1, ValueError, "limit is a number from 0 on, got -1"),
+    ):
+        with pytest.raises(error, match=told):
+            ShapeDetector(limit=limit)  # type: ignore[arg-type]
+
+
+def test_shapes_beyond_the_limit_count_as_others() -> None:
+    detector = ShapeDetector(limit=2)
+    found = snapshot_after(
+        detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text"
+    )
+    assert found == {"calls": 5, "shapes": {(1,): 2, (2, 3): 1}, "others": 1}
+    other = ShapeDetector()
+    snapshot_after(other, torch.ones(()), torch.ones(1))
+    detector.merge(other)
+    assert detector.snapshot() == {"calls": 7, "shapes": {(1,): 3, (2, 3): 1}, "others": 2}
 
 
 def test_latency_excludes_the_time_of_hooks() -> None:
@@ -123,11 +146,11 @@ def test_a_detector_runs_in_the_phase_of_its_registration() -> None:
 
 def test_keyword_arguments_are_the_input_of_a_call_without_positional_ones() -> None:
     module = fh.HookedModule(Returning(lambda *_, **__: None))
-    detector = NormDetector()
+    detector = ShapeDetector()
     module.register_forward_pre_hook(detector)
     module(x=torch.ones(2), y=torch.ones(3))
     module(torch.ones(4), torch.ones(5), z=torch.ones(6))
-    assert detector.snapshot()["count"] == 2 + 3 + 4 + 5
+    assert detector.snapshot()["shapes"] == {(2,): 1, (3,): 1, (4,): 1, (5,): 1}
 
 
 def test_unsupported_phases_and_options_are_refused() -> None:
@@ -143,7 +166,7 @@ def test_unsupported_phases_and_options_are_refused() -> None:
 
 def test_scopes_order_and_removal_work_as_for_other_hooks() -> None:
     module = fh.HookedModule(Returning())
-    inside, behind = CallCounter(), NormDetector()
+    inside, behind = CallCounter(), ShapeDetector()
     with fh.scope() as s:
         module.register_forward_hook(inside, scope=s)
         module.register_forward_hook(behind)
@@ -154,7 +177,7 @@ def test_scopes_order_and_removal_work_as_for_other_hooks() -> None:
         module(torch.ones(2))
     module(torch.ones(2))
     assert inside.snapshot() == {"calls": 2}
-    assert behind.snapshot()["count"] == 3 * 7
+    assert behind.snapshot()["shapes"] == {(7,): 3}
 
 
 def test_errors_are_handled_as_for_other_hooks(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,13 +306,13 @@ def test_calls_of_all_threads_are_counted(size: int) -> None:
         for _ in range(calls):
             module(x)
             snapshot_after(own, x)
-            detectors[2].snapshot()
+            detectors[3].snapshot()
         total.merge(own)
 
     in_threads(threads, work)
-    counter, latency, non_finite, norm = (detector.snapshot() for detector in detectors)
+    counter, latency, shapes, non_finite, norm = (detector.snapshot() for detector in detectors)
     everything = threads * calls
-    assert counter["calls"] == latency["calls"] == everything
+    assert counter["calls"] == latency["calls"] == shapes["shapes"][size,] == everything
     expected = {"tensors": everything, "affected": everything, "nan": everything, "inf": 0}
     assert non_finite == total.snapshot() == expected
     assert norm["count"] == everything * (size - 1)

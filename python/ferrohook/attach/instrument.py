@@ -35,6 +35,7 @@ from ferrohook._core import (
     HookHandle,
     Registry,
     assign_class,
+    keeps_state_in_torch_hooks,
     put_on,
     release_copy,
     take_off,
@@ -43,7 +44,6 @@ from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.attention import hold, is_point
 from ferrohook.attach.classes import common_subclass, plain_class
 from ferrohook.attach.hook_info import find_registry
-from ferrohook.attach.module import keeps_state_in_torch_hooks
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import trace_as, traced_dispatch
 from ferrohook.errors import HookError, NotInstrumentedWarning, ReplacedWarning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -139,20 +138,6 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         """
         self._registry.quiesce(timeout)
 
-    if not TYPE_CHECKING:  # type checkers use the extension's signature
-
-        @functools.wraps(HookedBase.register_forward_pre_hook)
-        def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
-            if keeps_state_in_torch_hooks(hook):
-                return self.inner.register_forward_pre_hook(hook, **options)
-            return super().register_forward_pre_hook(hook, **options)
-
-        @functools.wraps(HookedBase.register_forward_hook)
-        def register_forward_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
-            if keeps_state_in_torch_hooks(hook):
-                return self.inner.register_forward_hook(hook, **options)
-            return super().register_forward_hook(hook, **options)
-
     if TYPE_CHECKING:
 
         def __call__(  # noqa: D102 (native at run time; these are the module's types)
@@ -212,13 +197,3 @@ def _unwrap(module: nn.Module) -> tuple[nn.Module, PutOn]:
     hooked = cast("HookedModule[Any]", module)
     inner = hooked.inner
     return inner, lambda module: hooked if module is inner else hooked._around(module)
-
-
-def keeps_state_in_torch_hooks(hook: object) -> bool:
-    """Returns True for a hook that torch finds in its dicts.
-
-    Those of prune, weight_norm and spectral_norm, and the observers of quantisation, which are
-    functions.
-    """
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.startswith(("torch.nn.utils.", "torch.ao.quantization."))

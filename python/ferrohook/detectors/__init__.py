@@ -20,6 +20,7 @@ from ferrohook._core import LatencyDetector as LatencyDetector
 from ferrohook._core import NativeDetector as NativeDetector
 from ferrohook._core import NonFiniteDetector as NonFiniteDetector
 from ferrohook._core import NormDetector as NormDetector
+from ferrohook._core import ShapeDetector as ShapeDetector
 from ferrohook.detectors.reductions import reduce as _reduce  # noqa: F401 (native detectors import it)
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "NativeDetector",
     "NonFiniteDetector",
     "NormDetector",
+    "ShapeDetector",
 ]
 
 

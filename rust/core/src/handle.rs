@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::error::WaitError;
 use crate::phase::Phase;
 use crate::shared::Shared;
+use crate::snapshot::Snapshot;
 use crate::state::{HookId, HookState, deadline};
 
 /// Handle of one registered hook: removes, disables and describes it.
@@ -94,6 +95,14 @@ impl<H> Handle<H> {
     /// Enables or disables the hook; its place in the order stays.
     pub fn set_enabled(&self, enabled: bool) {
         self.state.set_enabled(enabled);
+    }
+
+    /// Passes the callback to `read`; None once the registry has dropped it.
+    pub fn read<R>(&self, read: impl FnOnce(&H) -> R) -> Option<R> {
+        let snapshot = Snapshot(self.registry.upgrade()?.snapshot(self.state.phase));
+        let mut entries = snapshot.iter();
+        let entry = entries.find(|entry| Arc::ptr_eq(&entry.state, &self.state))?;
+        Some(read(&entry.hook))
     }
 
     /// Moves the hook among those of its phase; phases that have begun keep their order.

@@ -38,7 +38,7 @@ mod _core {
     #[pymodule_export]
     use crate::attach::sites::SitesBase;
     #[pymodule_export]
-    use crate::attach::wrapper::HookedBase;
+    use crate::attach::wrapper::{HookedBase, keeps_state_in_torch_hooks};
     #[pymodule_export]
     use crate::capture::collector::Collector;
     #[pymodule_export]
@@ -60,6 +60,7 @@ mod _core {
     #[pymodule_export]
     use crate::effects::detectors::{
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
+        ShapeDetector,
     };
     #[pymodule_export]
     use crate::effects::gpu_vector::GpuVector;

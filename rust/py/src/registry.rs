@@ -15,7 +15,7 @@ use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::{Firing, Owned};
 use crate::contexts::regions::{self, Regions};
 use crate::contexts::scoped::Scoped;
-use crate::hooks::handle::{HookHandle, Timeout, failure_of, wait_interruptibly};
+use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
@@ -143,14 +143,13 @@ impl Registry {
     ) -> PyResult<HookHandle> {
         let py = hook.py();
         let mut hook = Hook::new(hook, phase, options, &self.hooks, name)?;
-        let failure = hook.failure.clone();
         let scope = match audience {
             Audience::Scope(ScopeArg(scope)) => scope.get(),
             Audience::Everybody(place) => {
                 hook.place = place;
                 let hook = hook.register(py, phase, placement, &self.hooks);
                 note_registered(py, &hook)?;
-                return Ok(HookHandle::new(hook, None, failure));
+                return Ok(HookHandle::new(hook, None));
             }
         };
         let native = hook.native(py);
@@ -170,7 +169,7 @@ impl Registry {
         scope.changes().note();
         note_registered(py, &handle)?;
         let changes = Arc::clone(scope.changes());
-        Ok(HookHandle::new(handle, Some(changes), failure))
+        Ok(HookHandle::new(handle, Some(changes)))
     }
 
     /// Takes the snapshot of a phase that begins: the hooks of every context and those of the
@@ -328,7 +327,7 @@ impl Registry {
                         entry.priority(),
                         entry.enabled(),
                         entry.calls(),
-                        failure_of(entry.enabled(), &entry.hook().failure),
+                        entry.hook().failure().filter(|_| !entry.enabled()),
                     ));
                 }
             }
@@ -345,7 +344,7 @@ impl Registry {
             let hook = entry.hook();
             let place = hook.place.as_ref();
             let place = place.map(|place| Ok::<_, PyErr>((place.file(py)?, place.line())));
-            let handle = HookHandle::new(self.hooks.handle(entry), None, hook.failure.clone());
+            let handle = HookHandle::new(self.hooks.handle(entry), None);
             Ok((hook.object().bind(py).clone(), handle, place.transpose()?))
         };
         entries
@@ -384,9 +383,7 @@ impl Registry {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
             let mut copied = Hook::new(&copied, phase, hook.options, fork, hook.module_name())?;
-            if let (Some(copied), Some(failure)) = (&copied.failure, &hook.failure) {
-                copied.lock().clone_from(&failure.lock());
-            }
+            copied.note_failure(hook.failure());
             copied.place = hook.place.as_ref().map(|place| place.clone_ref(copy.py()));
             Ok::<_, PyErr>(copied)
         })?;
@@ -502,7 +499,9 @@ impl Registry {
 
 /// Notes a hook that code in a region of a checkpointed function registered.
 fn note_registered(py: Python<'_>, hook: &ferrohook_core::Handle<Hook>) -> PyResult<()> {
-    if let Some(regions) = Regions::current(py)? {
+    if regions::any_open()
+        && let Some(regions) = Regions::current(py)?
+    {
         regions.get().note_registered(hook.id());
     }
     Ok(())

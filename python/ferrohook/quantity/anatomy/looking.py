@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import release_copy
+from ferrohook._core import keeps_state_in_torch_hooks, release_copy
 from ferrohook.attach.hook_info import find_registry
-from ferrohook.attach.module import keeps_state_in_torch_hooks
 from ferrohook.effects.formulas import SUM
 from ferrohook.errors import HookError
 from ferrohook.util.tensors import parts

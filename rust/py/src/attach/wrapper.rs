@@ -3,15 +3,16 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrohook_core::Phase;
+use ferrohook_core::{Phase, Placement};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::call;
 use crate::error::hook_error;
-use crate::registry::Registry;
+use crate::hooks::options::OnError;
+use crate::registry::{Audience, Registry};
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::Target;
 
@@ -50,7 +51,8 @@ impl HookedBase {
             .ok_or_else(|| not_initialised(py))
     }
 
-    /// Registers a hook by `Registry.register`, which refuses options that the phase has not.
+    /// Registers a hook by `Registry.register`, which refuses options that the phase has not; with the
+    /// module itself if torch looks for the hook there.
     fn register<'py>(
         &self,
         phase: Phase,
@@ -60,12 +62,36 @@ impl HookedBase {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = hook.py();
         // Refused after into_inner: the hook could never fire.
-        self.inner(py)?;
+        let (inner, registry) = (self.inner(py)?, self.registry(py)?);
+        let forward = matches!(phase, Phase::ForwardPre | Phase::Forward);
+        if forward && keeps_state_in_torch_hooks(hook)? {
+            return inner.call_method(format!("register_{phase}_hook"), (hook,), options);
+        }
+        if options.is_none() && prepend.is_empty() {
+            let (placement, options) = (Placement::default(), OnError::Raise.into());
+            let audience = Audience::of_caller(py, None)?;
+            let registry = registry.get();
+            let handle = registry.register(phase, hook, placement, options, audience, None)?;
+            return Ok(Bound::new(py, handle)?.into_any());
+        }
         let first = (phase.name(), hook).into_pyobject(py)?;
         let arguments = first.as_sequence().concat(prepend.as_sequence())?;
-        let register = self.registry(py)?.getattr(intern!(py, "register"))?;
+        let register = registry.getattr(intern!(py, "register"))?;
         register.call(arguments.to_tuple()?, options)
     }
+}
+
+/// True for a hook that torch looks for in its dicts: those of prune, `weight_norm` and
+/// `spectral_norm`, and the observers of quantisation, which are functions.
+#[pyfunction]
+pub fn keeps_state_in_torch_hooks(hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let name = intern!(hook.py(), "__module__");
+    let module = match hook.getattr_opt(name)? {
+        Some(module) if module.is_truthy()? => module,
+        _ => hook.get_type().getattr(name)?,
+    };
+    let module = module.cast::<PyString>()?.to_cow()?;
+    Ok(module.starts_with("torch.nn.utils.") || module.starts_with("torch.ao.quantization."))
 }
 
 fn not_initialised(py: Python<'_>) -> PyErr {

@@ -11,7 +11,7 @@ use pyo3::types::PyString;
 use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
 use crate::hooks::changes::Changes;
-use crate::hooks::hook::{Failure, Hook};
+use crate::hooks::hook::Hook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// Handle of one registered hook: removes, disables and describes it.
@@ -22,24 +22,17 @@ pub struct HookHandle {
     hook: Handle<Hook>,
     /// Changes of the frame that the hook is of.
     changes: Option<Arc<Changes>>,
-    failure: Failure,
 }
 
 impl HookHandle {
     /// Makes the handle of a hook; `changes`: those of its frame.
-    pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>, failure: Failure) -> Self {
-        Self {
-            hook,
-            changes,
-            failure,
-        }
+    pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>) -> Self {
+        Self { hook, changes }
     }
 
     /// Forgets which error disabled the hook.
     fn clear_failure(&self) {
-        if let Some(failure) = &self.failure {
-            *failure.lock() = None;
-        }
+        self.hook.read(|hook| hook.note_failure(None));
     }
 
     /// The core handle.
@@ -74,10 +67,12 @@ impl HookHandle {
         self.hook.enabled()
     }
 
-    /// Error that disabled the hook by its `on_error`, as text; None for a hook that none disabled.
+    /// Error that disabled the hook by its `on_error`, as text; None for a hook that none disabled or
+    /// that was removed.
     #[getter]
     fn failure(&self) -> Option<String> {
-        failure_of(self.hook.enabled(), &self.failure)
+        let failure = self.hook.read(Hook::failure).flatten();
+        failure.filter(|_| !self.hook.enabled())
     }
 
     /// Number of the hook's calls that have returned or raised, those of a checkpointed forward that
@@ -195,14 +190,8 @@ impl HookHandle {
         let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry, None)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
-        Ok(Self::new(handle, None, None))
+        Ok(Self::new(handle, None))
     }
-}
-
-/// Returns the error that disabled a hook.
-pub fn failure_of(enabled: bool, failure: &Failure) -> Option<String> {
-    let failure = failure.as_ref().filter(|_| !enabled)?;
-    failure.lock().clone()
 }
 
 /// Time limit in seconds.

@@ -1,7 +1,5 @@
 //! `Hook`: a Python callable or a native hook, with its options.
 
-use std::sync::Arc;
-
 use ferrohook_core::{Handle, Phase, Placement, Registry, Watch};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -19,18 +17,20 @@ pub struct Hook {
     /// None for a callable of PyTorch's contract.
     native: Option<AsNative>,
     pub options: HookOptions,
-    /// Has the module timed while the hook is registered.
-    _times: Option<Watch<Self>>,
+    rare: Option<Box<Rare>>,
     /// Where it was registered, if for everybody.
     pub place: Option<Origin>,
-    pub failure: Failure,
     /// The module, if the hook has one of its own for it or is of a plan.
     module: Option<Box<ForModule>>,
 }
 
-/// Error that disabled a hook by its `on_error`, as text, shared with the hook's handles. None where
-/// no error does.
-pub type Failure = Option<Arc<Mutex<Option<String>>>>;
+/// What few hooks need.
+struct Rare {
+    /// Has the module timed while the hook is registered.
+    _times: Option<Watch<Hook>>,
+    /// Error that disabled the hook by its `on_error`, as text.
+    failure: Mutex<Option<String>>,
+}
 
 struct ForModule {
     name: String,
@@ -111,9 +111,13 @@ impl Hook {
             object: object.clone().unbind(),
             native: class.filter(|_| native.is_some()),
             options,
-            _times: times.then(|| registry.time()),
+            rare: (times || options.on_error == OnError::Disable).then(|| {
+                Box::new(Rare {
+                    _times: times.then(|| registry.time()),
+                    failure: Mutex::default(),
+                })
+            }),
             place: None,
-            failure: (options.on_error == OnError::Disable).then(Arc::default),
             module,
         })
     }
@@ -130,6 +134,18 @@ impl Hook {
             registry.register_last(phase, self)
         } else {
             registry.register(phase, self, placement)
+        }
+    }
+
+    /// Error that disabled the hook by its `on_error`, as text.
+    pub fn failure(&self) -> Option<String> {
+        self.rare.as_ref()?.failure.lock().clone()
+    }
+
+    /// Notes the error that disables the hook; None: it is enabled again.
+    pub fn note_failure(&self, error: Option<String>) {
+        if let Some(rare) = &self.rare {
+            *rare.failure.lock() = error;
         }
     }
 

@@ -59,9 +59,10 @@ impl Site<'_, '_> {
         if policy == OnError::Raise {
             return Err(error);
         }
-        if let Some(failure) = &self.entry.hook().failure {
+        if policy == OnError::Disable {
             let text = error.to_string();
-            *failure.lock() = text.lines().next().map(str::to_owned);
+            let line = text.lines().next().map(str::to_owned);
+            self.entry.hook().note_failure(line);
         }
         // Several threads may fail at once: the one that disables the hook logs.
         if policy == OnError::Disable && self.entry.disable() {

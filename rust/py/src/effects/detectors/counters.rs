@@ -1,13 +1,17 @@
-//! Detectors of calls: their count and their latency.
+//! Detectors of calls: their count, their latency, the shapes of their tensors.
 
 use ferrohook_statistics::Histogram;
 use pyo3::PyClassInitializer;
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
+use rustc_hash::FxHashMap;
 
 use super::{NativeDetector, SharedStatistics, Statistics};
+use crate::error::{hook_type_error, type_name};
 use crate::hooks::native::Turn;
+use crate::torch::tensors;
 
 /// Counts calls.
 ///
@@ -129,5 +133,137 @@ impl Statistics for Latency {
         Histogram::restored(buckets, sum, range)
             .map(Self)
             .ok_or_else(|| PyValueError::new_err("this is no state of a LatencyDetector"))
+    }
+}
+
+/// Counts the shapes of the tensors that pass.
+///
+/// `snapshot()` has `calls`, `shapes` (from each shape, a tuple, to its count of tensors) and
+/// `others`, the count of tensors whose shape came after `limit` different ones or is not of
+/// ints alone (nested tensors).
+///
+/// Args:
+///     limit: number of shapes counted separately, which bounds the memory.
+///
+/// Raises:
+///     HookTypeError: a `limit` that is no int.
+///     ValueError: one below 0.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct ShapeDetector;
+
+#[pymethods]
+impl ShapeDetector {
+    #[new]
+    #[pyo3(signature = (*, limit = Limit(1024)), text_signature = "(*, limit=1024)")]
+    fn new(py: Python<'_>, limit: Limit) -> PyClassInitializer<Self> {
+        let shapes = Shapes {
+            limit: limit.0,
+            ..Shapes::default()
+        };
+        NativeDetector::with(py, Self, shapes)
+    }
+}
+
+/// Limit of shapes: an int, not a bool.
+struct Limit(usize);
+
+impl<'py> FromPyObject<'_, 'py> for Limit {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
+            return object.extract().map(Self).map_err(|_| {
+                PyValueError::new_err(format!("limit is a number from 0 on, got {}", &*object))
+            });
+        }
+        Err(hook_type_error(
+            object.py(),
+            format!("limit is an int, got {}", type_name(&object)),
+        ))
+    }
+}
+
+type Shape = Vec<usize>;
+
+#[derive(Clone, Default)]
+struct Shapes {
+    limit: usize,
+    calls: u64,
+    tensors: FxHashMap<Shape, u64>,
+    others: u64,
+}
+
+impl Shapes {
+    fn add(&mut self, shape: Shape, count: u64) {
+        if let Some(known) = self.tensors.get_mut(&shape) {
+            *known += count;
+        } else if self.tensors.len() < self.limit {
+            self.tensors.insert(shape, count);
+        } else {
+            self.others += count;
+        }
+    }
+}
+
+impl Statistics for Shapes {
+    fn observe(shared: &SharedStatistics<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+        let mut shapes: Vec<Option<Shape>> = Vec::new();
+        tensors::for_each_tensor(turn.value, &mut |tensor| {
+            let shape = tensor.getattr(intern!(tensor.py(), "shape"));
+            shapes.push(shape.and_then(|shape| shape.extract()).ok());
+            Ok(())
+        })?;
+        let mut statistics = shared.statistics.lock();
+        statistics.calls += 1;
+        for shape in shapes {
+            match shape {
+                Some(shape) => statistics.add(shape, 1),
+                None => statistics.others += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.calls += other.calls;
+        self.others += other.others;
+        for (shape, &count) in &other.tensors {
+            self.add(shape.clone(), count);
+        }
+    }
+
+    fn empty(&self) -> Self {
+        Self {
+            limit: self.limit,
+            ..Self::default()
+        }
+    }
+
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        let py = into.py();
+        let shapes = PyDict::new(py);
+        for (shape, count) in &self.tensors {
+            shapes.set_item(PyTuple::new(py, shape)?, count)?;
+        }
+        into.set_item("calls", self.calls)?;
+        into.set_item("shapes", shapes)?;
+        into.set_item("others", self.others)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let shapes = PyList::new(py, &self.tensors)?;
+        Ok((self.limit, self.calls, shapes, self.others)
+            .into_pyobject(py)?
+            .into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (limit, calls, shapes, others): (_, _, Vec<(Shape, u64)>, _) = saved.extract()?;
+        Ok(Self {
+            limit,
+            calls,
+            tensors: shapes.into_iter().collect(),
+            others,
+        })
     }
 }

@@ -21,7 +21,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyList, PyString, PyType};
 use pyo3::{PyClass, PyClassInitializer};
 
-pub use counters::{CallCounter, LatencyDetector};
+pub use counters::{CallCounter, LatencyDetector, ShapeDetector};
 pub use elements::{NonFiniteDetector, NormDetector};
 
 use crate::error::{hook_error, hook_type_error, type_name};
@@ -42,6 +42,11 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
 
     /// Adds the statistics of another detector.
     fn merge(&mut self, other: &Self);
+
+    /// Statistics of nothing, with the same options.
+    fn empty(&self) -> Self {
+        Self::default()
+    }
 
     /// Place in the process-wide order of the first observation that mattered, if any.
     fn first(&self) -> Option<u64> {
@@ -77,6 +82,8 @@ trait Detect: Send + Sync {
     fn first(&self, py: Python<'_>) -> PyResult<Option<u64>>;
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>>;
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
+    /// Saves statistics of nothing, with the same options.
+    fn save_empty<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()>;
 }
 
@@ -136,6 +143,11 @@ impl<S: Statistics> Detect for SharedStatistics<S> {
         self.complete(py)?.save(py)
     }
 
+    fn save_empty<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let empty = self.statistics.lock().empty();
+        empty.save(py)
+    }
+
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()> {
         let loaded = S::load(saved)?;
         let _old = std::mem::replace(&mut *self.statistics.lock(), loaded);
@@ -184,6 +196,7 @@ impl NativeDetector {
             return Ok(found.cast_into()?);
         }
         let made = slf.get_type().call0()?.cast_into::<Self>()?;
+        made.get().own.load(&detector.own.save_empty(py)?)?;
         // Another thread may have made one meanwhile.
         let made = modules.call_method1(intern!(py, "setdefault"), (name, made))?;
         Ok(made.cast_into()?)
