@@ -169,7 +169,10 @@ impl<'py> Call<'_, 'py> {
         if let Some(others) = self.begin_around(Phase::ForwardPre, snapshot.as_ref())? {
             self.forward_pre_around(&others, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {
-            self.forward_pre(snapshot.iter(), target)?;
+            match snapshot.of_everybody() {
+                Some(hooks) => self.forward_pre(hooks, target)?,
+                None => self.forward_pre(snapshot.iter(), target)?,
+            }
         }
         let (py, registry) = (self.module.py(), self.registry.get());
         let work = registry.work();
@@ -336,6 +339,7 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Runs hooks of `forward`. Returns the output behind them.
+    #[inline]
     pub fn forward<'s>(
         &mut self,
         hooks: impl Iterator<Item = NextHook<'s, 'py>>,
