@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 import ferrohook as fh
 
 # Of torch's own, at the first derivative in forward mode.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
 

@@ -19,10 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
 
 import ferrohook as fh
 from support.amounts import amount
+
+pytest.importorskip("transformers")
+from transformers.utils.generic import ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable

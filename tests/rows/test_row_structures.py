@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
 
 import ferrohook as fh
+
+pytest.importorskip("transformers")
+from transformers.utils.generic import ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,6 +12,7 @@ use crate::rows::places::{BatchRow, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::facts::Facts;
 use crate::torch::nested::is_nested;
+use crate::torch::tensors::requires_grad;
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -138,8 +139,10 @@ impl Rows {
     pub fn copy<'py>(&self, tensor: &Bound<'py, PyAny>, dim: usize) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         match self {
-            // Two thirds of the time of a view and its copy.
-            Self::Range { start, length } if Facts::is_plain(tensor)? => {
+            // Two thirds of the time of a view and its copy; it has a derivative from torch 2.13 on.
+            Self::Range { start, length }
+                if Facts::is_plain(tensor)? && !requires_grad(tensor)? =>
+            {
                 tensor.call_method1(intern!(py, "narrow_copy"), (dim, *start, *length))
             }
             Self::Range { .. } => self.narrow(tensor, dim)?.call_method0(intern!(py, "clone")),
