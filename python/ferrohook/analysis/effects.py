@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.plot import pictures
-from ferrohook.util.tables import html_table, text_table
-from ferrohook.util.texts import missing_package
+from ferrohook.util.tables import Printed, frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ def check_labelled(tokens: Sequence[str] | None, over: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Effects:
+class Effects(Printed):
     """Effects by place, and by position and head where an analysis is over these.
 
     `print`, notebooks and `plot` show it.
@@ -129,10 +128,6 @@ class Effects:
         Raises:
             HookError: the package pandas is not installed.
         """
-        try:
-            import pandas as pd  # noqa: PLC0415 (an extra)
-        except ModuleNotFoundError as error:
-            raise HookError(missing_package("to_pandas", "pandas")) from error
         axes = ("name", *self.over)
         lines = []
         for index in torch.cartesian_prod(
@@ -142,7 +137,7 @@ class Effects:
             if self.tokens is not None and "position" in line:
                 line["token"] = self.tokens[line["position"]]
             lines.append({**line, self.label: float(self.values[tuple(index)])})
-        return pd.DataFrame(lines)
+        return frame(lines)
 
     def _cells(self) -> list[list[str]]:
         """Returns the printed table, headings first."""
@@ -157,9 +152,3 @@ class Effects:
             [name, *(f"{round(it, digits) + 0.0:.{digits}f}" for it in row)] for name, row in rows
         ]
         return [["name", *columns], *lines]
-
-    def __repr__(self) -> str:
-        return text_table(self._cells(), right=None)
-
-    def _repr_html_(self) -> str:
-        return html_table(self._cells())

@@ -23,7 +23,7 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.plot import pictures
 from ferrohook.util.arguments import OutputIndex, at_least
 from ferrohook.util.progress import progress_bar
-from ferrohook.util.tables import html_table, text_table
+from ferrohook.util.tables import Printed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Lens:
+class Lens(Printed):
     """Predictions of each layer, see `logit_lens`. `print`, notebooks and `plot` show them."""
 
     names: list[str]
@@ -69,12 +69,6 @@ class Lens:
         positions = self.tokens or map(str, range(self.ids.shape[2]))
         lines = zip(self.names, self.texts(), strict=True)
         return [["name", *positions], *([name, *texts] for name, texts in lines)]
-
-    def __repr__(self) -> str:
-        return text_table(self._cells(), right=None)
-
-    def _repr_html_(self) -> str:
-        return html_table(self._cells())
 
 
 def logit_lens(  # noqa: PLR0913 (options by keyword)

@@ -15,29 +15,14 @@ from torch import Tensor
 from ferrohook._core import crc32
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.tensors import nested_of, parts
-from ferrohook.util.texts import missing_package, with_article
+from ferrohook.util.texts import imported, with_article
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from typing_extensions import Buffer
 
 _KEY = "ferrohook"
 _NESTED = {"nested": torch.strided, "jagged": torch.jagged}
 """Layouts of nested tensors, by the kind that a file has of them."""
-
-
-def safetensors_library() -> ModuleType:
-    """Imports the library that reads files.
-
-    Raises:
-        HookError: safetensors is not installed.
-    """
-    try:
-        import safetensors.torch  # noqa: PLC0415 (an extra)
-    except ModuleNotFoundError as error:
-        raise HookError(missing_package("reading", "safetensors")) from error
-    return safetensors
 
 
 def save(path: str | os.PathLike[str], value: Any) -> None:
@@ -170,7 +155,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     Raises:
         HookError: the file is of another kind.
     """
-    library = safetensors_library()
+    library = imported("safetensors", "reading")
     msg = f"{os.fspath(path)} has no activations saved by ferrohook"
     try:
         with library.safe_open(path, framework="pt") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from ferrohook.data.token_rows import LAYER
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.util.arguments import at_least
-from ferrohook.util.texts import missing_package
+from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,11 +47,8 @@ def to_datasets(
     store: Readable, layers: Sequence[str], run: str, name: str, context: int | None
 ) -> datasets.Dataset:
     """Makes the data set, see `Store.to_datasets`."""
-    try:
-        import datasets as hf  # noqa: PLC0415 (no dependency) # pyright: ignore[reportMissingImports]
-        import pyarrow as pa  # noqa: PLC0415 (a dependency of datasets)
-    except ModuleNotFoundError as error:
-        raise HookError(missing_package("to_datasets", "datasets")) from error
+    hf = imported("datasets", "to_datasets")
+    pa = importlib.import_module("pyarrow")  # a dependency of datasets
     columns = _columns(store, layers, run, name)
     if context is not None:
         at_least(1, "context", context)

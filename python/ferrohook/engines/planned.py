@@ -308,16 +308,20 @@ class PlannedRequests:
         with self._lock:
             return [*self._members]
 
-    def running(self, step: Step, gathered: list[GatheredModule] | None = None) -> Running:
-        """Returns a context that enters the batch of a step, in this thread, for the forward.
+    @contextlib.contextmanager
+    def running(self, step: Step, gathered: list[GatheredModule] | None = None) -> Iterator[None]:
+        """Enters the batch of a step, in this thread, for the forward.
 
         Args:
             step: rows of all requests; those without a plan are nobody's.
             gathered: modules that see other rows, see `batch_of_step`.
         """
-        return Running(self, step, gathered or [])
+        with contextlib.ExitStack() as stack:
+            if (batch := self._enter(step, gathered or [])) is not None:
+                stack.push(batch)
+            yield
 
-    def enter(self, step: Step, gathered: list[GatheredModule]) -> Batch | None:
+    def _enter(self, step: Step, gathered: list[GatheredModule]) -> Batch | None:
         """Enters the batch of a step; None if no request with a plan is in it."""
         while members := self._members_of(step):
             try:
@@ -384,25 +388,6 @@ class PlannedRequests:
             return None
         member.request.close()
         return member.result(end)
-
-
-class Running:
-    """Context in which one step of an engine runs, see `PlannedRequests.running`."""
-
-    __slots__ = ("_batch", "_gathered", "_planned", "_step")
-
-    def __init__(
-        self, planned: PlannedRequests, step: Step, gathered: list[GatheredModule]
-    ) -> None:
-        self._planned, self._step, self._gathered = planned, step, gathered
-        self._batch: Batch | None = None
-
-    def __enter__(self) -> None:
-        self._batch = self._planned.enter(self._step, self._gathered)
-
-    def __exit__(self, error: type[BaseException] | None, *others: object) -> None:
-        if self._batch is not None:
-            self._batch.__exit__(error, *others)
 
 
 def _blame(members: list[_Member], error: Exception) -> None:

@@ -40,6 +40,7 @@ from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect
 from ferrohook.util.never_trace import never_trace, never_trace_frame
+from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +62,8 @@ class _Contents:
 
     def __init__(self, model: nn.Module, frame: Frame) -> None:
         # No request is opened for a model that is gone.
-        self.model = weakref.ref(model, functools.partial(_close, weakref.ref(frame)))
+        close = weakly(frame._close)
+        self.model = weakref.ref(model, lambda _: close())
         self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
@@ -261,9 +263,7 @@ class Prepared:
             request.prompt = _lengths_of(prompt)
             request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
-            # Not a method, which would keep the request alive.
-            accept = functools.partial(_accept, weakref.ref(request))
-            request._sequences = Sequences(request.prompt, accept)
+            request._sequences = Sequences(request.prompt, weakly(request.accept))
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -526,12 +526,6 @@ def _not_called(plan: _Contents, model: nn.Module | None) -> str:
     )
 
 
-def _accept(request: weakref.ref[Request], tokens: int) -> None:
-    """Takes back captured rows of drafts that `generate` rejected."""
-    if (found := request()) is not None:
-        found.accept(tokens)
-
-
 def _why_silent(request: weakref.ref[Request]) -> str:
     """Returns why modules of a request did not run, if it is known; "" if not."""
     # Weak: what a request captured keeps no hooks in the model.
@@ -541,11 +535,6 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     if found.error is not None and found.failed:
         return f"the request failed: {type(found.error).__name__}: {found.error}"
     return _not_called(found._plan, found._plan.model())
-
-
-def _close(frame: weakref.ref[Frame], _model: object) -> None:
-    if (open_frame := frame()) is not None:
-        open_frame._close()
 
 
 def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:

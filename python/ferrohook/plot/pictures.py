@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ferrohook.captures.cache import ActivationCache
-from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.util.arguments import describe, expect
 from ferrohook.util.tables import Row, norms_of, values_of
-from ferrohook.util.texts import missing_package
+from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
     import re
@@ -360,8 +360,6 @@ def _tick(set_ticks: Callable[..., object], labels: Sequence[str], **style: Any)
 def _axes(ax: Axes | None, width: float, height: float) -> Axes:
     if ax is not None:
         return ax
-    try:
-        from matplotlib import pyplot as plt  # noqa: PLC0415 (an extra)
-    except ModuleNotFoundError as error:
-        raise HookError(missing_package("plot", "matplotlib", extra="plot")) from error
-    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+    plt = imported("matplotlib.pyplot", "plot", extra="plot")
+    made: Axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from ferrohook.plans.positions import check_prompt
 from ferrohook.plans.sequences import Sequences, stacks_in
 from ferrohook.rows.batches import Batch, models_of
 from ferrohook.util.arguments import expect
+from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,14 +43,12 @@ class _GenerationBatch(Batch):
         stacks = stacks_in(self._model)
         parts = {path: self._model.get_submodule(path) for path in stacks}
         attach(parts, attachment)
-        # Not methods, which the model would keep the batch by.
-        itself: weakref.ref[_GenerationBatch] = weakref.ref(self)
         for path, stack in stacks.items():
-            find = functools.partial(_find, itself, stack)
+            find = functools.partial(weakly(self.find), stack)
             first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self}
             attachment.register([parts[path]], "forward_pre", find, with_kwargs=True, **first)
-            end = functools.partial(_end, itself)
-            attachment.register([parts[path]], "forward", end, always_call=True, scope=self)
+            end: Any = {"always_call": True, "scope": self}
+            attachment.register([parts[path]], "forward", weakly(self.end), **end)
 
     def find(
         self, stack: TokenStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,33 +84,10 @@ class _GenerationBatch(Batch):
         for request in self._places:
             request.accept(tokens)
 
-    def end(self, output: Any) -> None:
+    def end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Ends a call."""
         if self._running and (tokens := self._running.pop()) is not None:
             self._sequences.note(tokens, output)
-
-
-def _find(
-    shared: weakref.ref[_GenerationBatch],
-    stack: TokenStack,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    if (generation := shared()) is not None:
-        generation.find(stack, module, args, kwargs)
-
-
-def _end(
-    shared: weakref.ref[_GenerationBatch], _module: nn.Module, _args: Any, output: Any
-) -> None:
-    if (generation := shared()) is not None:
-        generation.end(output)
-
-
-def _accept(shared: weakref.ref[_GenerationBatch], tokens: int) -> None:
-    if (generation := shared()) is not None:
-        generation.accept(tokens)
 
 
 def generating(requests: Sequence[Request | None]) -> Batch:
@@ -156,6 +131,5 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         raise HookError(msg)
     made._model, made._places = model, places
     made._attach_as_entered()
-    accept = functools.partial(_accept, weakref.ref(made))
-    made._sequences, made._running = Sequences(accept=accept), []
+    made._sequences, made._running = Sequences(accept=weakly(made.accept)), []
     return made

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
-from ferrohook.errors import HookError, SelectionError
+from ferrohook.errors import SelectionError
 from ferrohook.names.select import select
 from ferrohook.registration.register import register
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.never_trace import never_trace
-from ferrohook.util.tables import html_table, text_table
-from ferrohook.util.texts import missing_package
+from ferrohook.util.tables import Printed, frame, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +101,7 @@ class _Stack(threading.local):
         self.calls: list[_TimedCall] = []
 
 
-class Times:
+class Times(Printed):
     """Times of the modules of a model, the largest own times first.
 
     Iterating yields them as `ModuleTime`. `print` and notebooks show them.
@@ -176,11 +175,7 @@ class Times:
         Raises:
             HookError: the package pandas is not installed.
         """
-        try:
-            import pandas as pd  # noqa: PLC0415 (an extra)
-        except ModuleNotFoundError as error:
-            raise HookError(missing_package("to_pandas", "pandas")) from error
-        return pd.DataFrame(list(self), columns=ModuleTime._fields)
+        return frame(list(self), ModuleTime._fields)
 
     def _cells(self) -> list[list[str]]:
         times = [*self]
@@ -209,9 +204,6 @@ class Times:
             return "no call was profiled: calls of other contexts are not"
         text = text_table(self._cells(), right=None)
         return text if count <= MOST_LINES else f"{text}\nand {count - MOST_LINES} more modules"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._cells())
 
 
 class _Session:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.errors import HookError, StaleActivationError
+from ferrohook.errors import StaleActivationError
 from ferrohook.util.tensors import leaves_by_path, nbytes, shape_of
-from ferrohook.util.texts import missing_package
+from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,6 +142,20 @@ def html_table(lines: Iterable[Sequence[str]]) -> str:
     return f"<table>\n{thead}\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
+class Printed:
+    """Base of results that print themselves as a table of numbers, and show it in notebooks."""
+
+    def _cells(self) -> Sequence[Sequence[str]]:
+        """Returns the lines of the table, the headings first."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return text_table(self._cells(), right=None)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells())
+
+
 def _elided(line: Sequence[str]) -> list[str]:
     if len(line) <= MOST_COLUMNS + 1:
         return [*line]
@@ -214,10 +228,6 @@ def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
     Raises:
         HookError: pandas is not installed.
     """
-    try:
-        import pandas as pd  # noqa: PLC0415 (an extra)
-    except ModuleNotFoundError as error:
-        raise HookError(missing_package("to_pandas", "pandas")) from error
     lines = []
     for row in rows:
         line = {"name": row.name, "call": row.call or 0, "part": row.part, "dtype": row.dtype}
@@ -225,7 +235,17 @@ def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
             line |= {"shape": shape_of(row.leaf), "bytes": row.nbytes}
             line |= _statistics(row.leaf)
         lines.append(line)
-    return pd.DataFrame(lines, columns=[*HEADINGS, *STATISTICS])
+    return frame(lines, [*HEADINGS, *STATISTICS])
+
+
+def frame(lines: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """Makes a DataFrame.
+
+    Raises:
+        HookError: pandas is not installed.
+    """
+    made: pd.DataFrame = imported("pandas", "to_pandas").DataFrame(lines, columns=columns)
+    return made
 
 
 def _statistics(tensor: Tensor) -> dict[str, float]:

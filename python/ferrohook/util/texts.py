@@ -1,8 +1,12 @@
-"""Parts of error messages."""
+"""Parts of error messages, and packages that may be missing."""
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
+
+from ferrohook.errors import HookError
 
 
 def with_article(value: object) -> str:
@@ -22,6 +26,20 @@ def missing_package(user: str, package: str, extra: str = "") -> str:
     # Not "ferrohook[extra]", which no registry has.
     of_extra = f" (the extra {extra})" if extra else ""
     return f"{user} needs the package {package}{of_extra}: pip install {package}"
+
+
+def imported(name: str, user: str, extra: str = "") -> Any:
+    """Imports a module of a package that `user` needs, see `missing_package`.
+
+    Raises:
+        HookError: the package is not installed.
+    """
+    package = name.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise HookError(missing_package(user, package, extra)) from error
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

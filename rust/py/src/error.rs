@@ -55,6 +55,16 @@ pub fn wait_error(py: Python<'_>, error: WaitError) -> PyErr {
     }
 }
 
+/// Warns where nothing may be raised.
+pub fn warn(py: Python<'_>, text: &str) {
+    let warned = py
+        .import("warnings")
+        .and_then(|warnings| warnings.call_method1("warn", (text,)));
+    if let Err(error) = warned {
+        error.write_unraisable(py, None);
+    }
+}
+
 /// Returns the name of an object's type, for messages.
 pub fn type_name(object: &Bound<'_, PyAny>) -> String {
     object

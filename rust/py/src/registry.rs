@@ -98,10 +98,6 @@ impl Registry {
         }
     }
 
-    pub fn module(&self) -> u64 {
-        self.module
-    }
-
     /// Counts an exception of a hook, notes it with its owner, and applies its `on_error`: `Ok` if the call goes on without the hook.
     #[cold]
     pub fn apply_on_error<'py>(
@@ -267,8 +263,8 @@ impl Registry {
     }
 
     /// Id of the module: an int.
-    #[getter(module)]
-    fn py_module(&self) -> u64 {
+    #[getter]
+    pub fn module(&self) -> u64 {
         self.module
     }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ferrohook.captures import tensor_files
 from ferrohook.data.stores.index import IndexedBatch, RunIndex, ShardFile
 from ferrohook.errors import StoreError
+from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,7 +177,7 @@ class Folder:
         return {name: tensors[name] for name in files}
 
     def _read(self, path: Path, layer: str, names: list[str]) -> dict[str, Tensor]:
-        library = tensor_files.safetensors_library()
+        library = imported("safetensors", "reading")
         try:
             with library.safe_open(path, framework="pt") as tensors:
                 return {name: tensors.get_tensor(_tensor_key(layer, name)) for name in names}

@@ -48,27 +48,6 @@ impl Default for Attachment {
 }
 
 impl Attachment {
-    /// Removes the hooks and restores the modules, once, even if several threads call it. Returns
-    /// true for the call that released it.
-    pub fn release(&self, py: Python<'_>) -> PyResult<bool> {
-        let Some(contents) = self.0.lock().take() else {
-            return Ok(false);
-        };
-        for handle in &contents.handles {
-            handle.get().hook().remove();
-        }
-        let modules = contents.modules.iter().map(|attached| {
-            let module = attached.module.upgrade(py);
-            module.map_or(Ok(()), |module| release(&module, attached.explicit))
-        });
-        // Releases all, even if one fails.
-        modules.fold(Ok(()), Result::and).map(|()| true)
-    }
-
-    pub fn released(&self) -> bool {
-        self.0.lock().is_none()
-    }
-
     fn add(&self, py: Python<'_>, add: impl FnOnce(&mut Contents)) -> PyResult<()> {
         if let Some(contents) = self.0.lock().as_mut() {
             add(contents);
@@ -251,16 +230,27 @@ impl Attachment {
         })
     }
 
-    /// Removes the hooks and restores the modules, once. Returns True for the call that did so.
-    #[pyo3(name = "release")]
-    fn py_release(&self, py: Python<'_>) -> PyResult<bool> {
-        self.release(py)
+    /// Removes the hooks and restores the modules, once, even if several threads call it. Returns
+    /// True for the call that did so.
+    pub fn release(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(contents) = self.0.lock().take() else {
+            return Ok(false);
+        };
+        for handle in &contents.handles {
+            handle.get().hook().remove();
+        }
+        let modules = contents.modules.iter().map(|attached| {
+            let module = attached.module.upgrade(py);
+            module.map_or(Ok(()), |module| release(&module, attached.explicit))
+        });
+        // Releases all, even if one fails.
+        modules.fold(Ok(()), Result::and).map(|()| true)
     }
 
     /// True once it was released.
-    #[getter(released)]
-    fn py_released(&self) -> bool {
-        self.released()
+    #[getter]
+    pub fn released(&self) -> bool {
+        self.0.lock().is_none()
     }
 }
 

@@ -15,6 +15,8 @@ use crate::rows::batch::{BatchBase, count_sites};
 // Native: in Python, Ctrl-C might land between the start of a method and what it does.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct SitesBase {
+    /// Hooks of the sites, which are removed as they are closed.
+    #[pyo3(get, name = "_attachment")]
     attachment: Py<Attachment>,
     serving: Mutex<Serving>,
     /// True while they are counted among those that are open.
@@ -62,12 +64,6 @@ impl SitesBase {
             serving: Mutex::default(),
             counted: AtomicBool::new(false),
         })
-    }
-
-    /// Hooks of the sites, which are removed as they are closed.
-    #[getter]
-    fn _attachment<'py>(&self, py: Python<'py>) -> &Bound<'py, Attachment> {
-        self.attachment.bind(py)
     }
 
     /// The batch that was served last; None once its service ended.

@@ -51,6 +51,7 @@ impl CapturedBase {
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
 pub struct CacheBase {
     /// Mapping from names to values.
+    #[pyo3(get, name = "_activations")]
     activations: Py<PyAny>,
 }
 
@@ -64,11 +65,6 @@ impl CacheBase {
         _named: Option<&Bound<'_, PyDict>>,
     ) -> Self {
         Self { activations }
-    }
-
-    #[getter]
-    fn _activations<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
-        self.activations.bind(py)
     }
 
     fn __getitem__<'py>(

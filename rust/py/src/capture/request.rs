@@ -26,8 +26,11 @@ use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Toke
 /// own.
 #[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
 pub struct RequestBase {
+    /// An int, unique in the process, increasing.
+    #[pyo3(get)]
     id: u64,
     /// Contents of the prepared plan.
+    #[pyo3(get, name = "_plan")]
     plan: Py<PyAny>,
     /// Empty collectors of the plan, one for each of its captures.
     templates: Py<PyTuple>,
@@ -65,18 +68,6 @@ impl RequestBase {
             budget: max_bytes.map(|most| Arc::new(Budget::new(most))),
         };
         Ok((request, Frame::sharing(shared.unbind())))
-    }
-
-    /// Id of the request: an int, unique in the process, increasing.
-    #[getter]
-    fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// Contents of the prepared plan.
-    #[getter]
-    fn _plan<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
-        self.plan.bind(py)
     }
 
     /// Returns the collector of one of the plan's captures.

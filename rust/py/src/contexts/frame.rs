@@ -114,10 +114,6 @@ impl Frame {
         self.changes.count() + shared.unwrap_or_default()
     }
 
-    pub fn closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
-    }
-
     /// Looks an attribute up on the tag, if there is a tag.
     fn of_tag<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         match self.tag(name.py()) {
@@ -225,11 +221,6 @@ impl Frame {
     /// True if it shares the hooks of a frame that is closed.
     pub fn shared_closed(&self) -> bool {
         self.shared.as_ref().is_some_and(|it| it.get().closed())
-    }
-
-    /// True once its hooks are not started any more, for the reason `error`.
-    pub fn failed(&self) -> bool {
-        self.failure.get().is_some()
     }
 
     /// Time at which its part in batches ends, if there is one.
@@ -402,9 +393,9 @@ impl Frame {
     }
 
     /// True once the frame is closed.
-    #[getter(closed)]
-    fn py_closed(&self) -> bool {
-        self.closed()
+    #[getter]
+    pub fn closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
     }
 
     /// A copy, without its traceback, of the exception that ended its part in batches, or else of
@@ -415,9 +406,9 @@ impl Frame {
     }
 
     /// True if its hooks fire in no batch any more, for the reason `error`.
-    #[getter(failed)]
-    fn py_failed(&self) -> bool {
-        self.failed()
+    #[getter]
+    pub fn failed(&self) -> bool {
+        self.failure.get().is_some()
     }
 
     /// Ends its part in batches, from any thread: its hooks and captures stop before the next

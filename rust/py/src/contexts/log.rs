@@ -109,32 +109,40 @@ impl Logged {
             (false, true) => PhaseKind::Python,
             (false, false) => PhaseKind::Observes,
         };
-        Ok(Self {
-            entry: Arc::downgrade(entry),
-            id: entry.id(),
-            owner: owner.map(FrameRef::of).transpose()?,
+        let owner = owner.map(FrameRef::of).transpose()?;
+        Ok(Self::of(
+            Arc::downgrade(entry),
+            entry.id(),
+            owner,
+            kind,
+            ahead,
+        ))
+    }
+
+    fn of(
+        entry: Weak<Entry<Hook>>,
+        id: HookId,
+        owner: Option<FrameRef>,
+        kind: PhaseKind,
+        ahead: usize,
+    ) -> Self {
+        Self {
+            entry,
+            id,
+            owner,
             kind,
             ahead,
             entered: AtomicBool::new(false),
             label: OnceLock::new(),
             state: OnceLock::new(),
             again: OnceLock::new(),
-        })
+        }
     }
 
     /// The same hook, for the log of another run.
     pub fn fresh(&self, py: Python<'_>, ahead: usize) -> Self {
-        Self {
-            entry: Weak::clone(&self.entry),
-            id: self.id,
-            owner: self.owner.as_ref().map(|owner| owner.clone_ref(py)),
-            kind: self.kind,
-            ahead,
-            entered: AtomicBool::new(false),
-            label: OnceLock::new(),
-            state: OnceLock::new(),
-            again: OnceLock::new(),
-        }
+        let owner = self.owner.as_ref().map(|owner| owner.clone_ref(py));
+        Self::of(Weak::clone(&self.entry), self.id, owner, self.kind, ahead)
     }
 
     pub fn id(&self) -> HookId {
@@ -359,8 +367,9 @@ impl<'py> PhaseRun<'py> {
         Ok(())
     }
 
-    fn find(log: Option<&Arc<PhaseLog>>, key: HookKey) -> Option<&Logged> {
-        log?.find(&key)
+    /// Record of a hook, if a log is written.
+    fn recorded(&self, id: HookId, owner: Option<FrameId>) -> Option<&Logged> {
+        self.record.as_ref()?.find(&(id, owner))
     }
 
     /// Enters a hook whose turn comes: in a repeat the ones that were entered in the forward, in the
@@ -396,7 +405,7 @@ impl<'py> PhaseRun<'py> {
             None if owner.is_some_and(|it| it.get().ended_for(entry.phase())) => return None,
             None => entry.enter(inside)?,
         };
-        if let Some(logged) = Self::find(self.record.as_ref(), key) {
+        if let Some(logged) = self.recorded(key.0, key.1) {
             logged.note(entry, owner, Some(&self.module));
         }
         Some(invocation)
@@ -409,8 +418,7 @@ impl<'py> PhaseRun<'py> {
         owner: Option<&Bound<'py, Frame>>,
         again: Arc<dyn Again>,
     ) {
-        let key = (entry.id(), owner.map(|it| it.get().id()));
-        if let Some(logged) = Self::find(self.record.as_ref(), key) {
+        if let Some(logged) = self.recorded(entry.id(), owner.map(|it| it.get().id())) {
             let _ = logged.again.set(again);
         }
     }
@@ -423,8 +431,7 @@ impl<'py> PhaseRun<'py> {
         owner: Option<&Bound<'py, Frame>>,
         error: &PyErr,
     ) {
-        let key = (entry.id(), owner.map(|it| it.get().id()));
-        if let Some(logged) = Self::find(self.record.as_ref(), key)
+        if let Some(logged) = self.recorded(entry.id(), owner.map(|it| it.get().id()))
             && logged.kind == PhaseKind::Observes
         {
             let raises = Raises(copied(self.module.py(), error));
@@ -445,7 +452,8 @@ impl<'py> PhaseRun<'py> {
             return Ok(());
         };
         let more = again.run(value, args, kwargs);
-        if let Some(logged) = Self::find(self.record.as_ref(), hook.key()) {
+        let (id, owner) = hook.key();
+        if let Some(logged) = self.recorded(id, owner) {
             logged.entered.store(true, Ordering::Relaxed);
             if let Some(next) = more.as_ref().map_or(Some(again), Option::as_ref) {
                 let _ = logged.again.set(Arc::clone(next));

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::cpython::once::Once;
-use crate::error::type_name;
+use crate::error::{type_name, warn};
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
 use crate::torch;
@@ -85,12 +85,7 @@ impl Site<'_, '_> {
                 .repr()
                 .map_or_else(|_| "?".to_owned(), |repr| repr.to_string())
         );
-        let warned = py
-            .import("warnings")
-            .and_then(|warnings| warnings.call_method1("warn", (text,)));
-        if let Err(error) = warned {
-            error.write_unraisable(py, None);
-        }
+        warn(py, &text);
     }
 }
 

@@ -4,6 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
 
+use crate::error::warn;
 use crate::torch::Torch;
 
 /// Hook from one of torch's dicts.
@@ -21,12 +22,7 @@ impl TorchHook<'_> {
             "forward hook with ``always_call=True`` raised an exception that was silenced as \
              another error was raised in forward: {error}"
         );
-        let warned = py
-            .import("warnings")
-            .and_then(|warnings| warnings.call_method1("warn", (text,)));
-        if let Err(error) = warned {
-            error.write_unraisable(py, None);
-        }
+        warn(py, &text);
     }
 }
 
