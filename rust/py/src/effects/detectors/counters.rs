@@ -23,7 +23,7 @@ pub struct CallCounter;
 impl CallCounter {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with::<CallCount, _>(py, Self)
+        NativeDetector::with(py, Self, CallCount::default())
     }
 }
 
@@ -68,7 +68,7 @@ pub struct LatencyDetector;
 impl LatencyDetector {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with::<Latency, _>(py, Self)
+        NativeDetector::with(py, Self, Latency::default())
     }
 }
 

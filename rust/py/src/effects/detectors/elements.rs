@@ -58,7 +58,7 @@ pub struct NonFiniteDetector;
 impl NonFiniteDetector {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with::<FoundElements, _>(py, Self)
+        NativeDetector::with(py, Self, FoundElements::default())
     }
 
     /// Name of the module in which NaN or infinities were first found: of those that `register`
@@ -87,7 +87,7 @@ pub struct NormDetector;
 impl NormDetector {
     #[new]
     fn new(py: Python<'_>) -> PyClassInitializer<Self> {
-        NativeDetector::with::<Norms, _>(py, Self)
+        NativeDetector::with(py, Self, Norms::default())
     }
 }
 

@@ -176,13 +176,13 @@ pub struct NativeDetector {
 type Placed<'py> = (Option<u64>, String, Bound<'py, NativeDetector>);
 
 impl NativeDetector {
-    /// Makes a detector of class `T`, which adds no fields, of statistics `S`.
-    fn with<S: Statistics, T>(py: Python<'_>, class: T) -> PyClassInitializer<T>
+    /// Makes a detector of class `T`, which adds no fields, with initial statistics.
+    fn with<T, S: Statistics>(py: Python<'_>, class: T, statistics: S) -> PyClassInitializer<T>
     where
         T: PyClass<BaseType = Self>,
     {
         let detector = Self {
-            own: Box::new(SharedStatistics::of(S::default())),
+            own: Box::new(SharedStatistics::of(statistics)),
             modules: PyDict::new(py).unbind(),
         };
         PyClassInitializer::from((detector, NativeHook::of::<Self>())).add_subclass(class)
