@@ -207,10 +207,4 @@ impl Hook {
             ..traced
         }))
     }
-
-    /// None: no hook has a clock. Goes with the question in `rows/calls/stages.rs`.
-    #[expect(clippy::unused_self, reason = "asked of a hook")]
-    pub fn seconds(&self) -> Option<f64> {
-        None
-    }
 }

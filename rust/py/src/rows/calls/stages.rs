@@ -41,7 +41,7 @@ impl Simple {
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
-            let Some(in_batch) = of_hook(py, hook).filter(|_| hook.seconds().is_none()) else {
+            let Some(in_batch) = of_hook(py, hook) else {
                 return Ok(None);
             };
             let Some(merging) = in_batch.merges(hook.object().bind(py), phase, owner)? else {
