@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook._core import needs_prompt
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
+from ferrohook.plans.positions import Tokens, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ferrohook._core import needs_prompt
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import expect
 
@@ -53,13 +54,6 @@ def check_at(at: Any) -> None:
             raise ValueError(msg)
     elif isinstance(at, bool) or not (isinstance(at, int | None) or callable(at)):
         expect(at, (), "at is a name, an int, a slice or a function of positions")
-
-
-def needs_prompt(at: At) -> bool:
-    """True if positions refer to the length of the prompt."""
-    if isinstance(at, slice):
-        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
-    return isinstance(at, str) or (isinstance(at, int) and at < 0)
 
 
 class Tokens(NamedTuple):

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrohook._core import needs_prompt
 from ferrohook.errors import RowsError
-from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
+from ferrohook.plans.positions import Tokens, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -87,7 +87,7 @@ mod _core {
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
-    use crate::rows::at::{name_positions, places_at};
+    use crate::rows::at::{name_positions, needs_prompt, places_at};
     #[pymodule_export]
     use crate::rows::batch::BatchBase;
     #[pymodule_export]

@@ -143,6 +143,13 @@ impl At {
     }
 }
 
+/// True if positions refer to the length of the prompt.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "what pyo3 extracts is owned")]
+pub fn needs_prompt(at: At) -> bool {
+    at.needs_prompt()
+}
+
 /// Returns which of a request's tokens are at some positions: places among those whose positions are
 /// given.
 ///
