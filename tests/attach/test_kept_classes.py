@@ -153,6 +153,27 @@ def test_what_cannot_keep_its_class_is_refused(model: nn.Sequential) -> None:
 
 
 @needs_gil
+@torch.no_grad()
+def test_calls_of_a_module_that_is_compiled_later_raise(model: nn.Sequential) -> None:
+    """Its `compile` takes the place of the call that runs the hooks."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 3)
+    plain = model(x)
+    with fh.instrument(model, keep_class=KEPT):
+        group = fh.register(model, KEPT, double)
+        model[1].compile(backend="eager")
+        with pytest.raises(fh.HookError, match=r"compile\(\) of this Linear .* would not fire"):
+            model(x)
+        copied = copy.copy(model[1])
+        assert torch.equal(model[2](copied(model[0](x))), plain)
+        group.remove()
+        assert torch.equal(model(x), plain)
+    assert torch.equal(model(x), plain)
+    assert vars(model[1]).keys() == vars(nn.Linear(3, 3)).keys() | {"_compiled_call_impl"}
+    assert not model[1]._forward_pre_hooks
+
+
+@needs_gil
 def test_keys_of_torch_s_hooks_are_ints_as_torch_s_own(model: nn.Sequential) -> None:
     before = nn.Module.register_forward_pre_hook(model[1], lambda *_: None)
     with fh.instrument(model, keep_class=KEPT):

@@ -14,7 +14,6 @@ import copy
 import copyreg
 import functools
 import inspect
-import logging
 import sys
 import types
 import warnings
@@ -320,14 +319,8 @@ def make_class(module: nn.Module) -> type[nn.Module]:
     return cast("type[nn.Module]", _instrumented_class(plain_class(type(module))))
 
 
-# Does nothing. Dynamo does not trace into logging, so it leaves the call to `nn.Module.__call__`.
-# Of the standard library: a pickled copy of a module that kept its class has it among its hooks,
-# and loads where ferrohook is not.
-_NO_HOOK = logging.NullHandler.handle
-
-
 def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
-    """Returns the class that `module` gets, as `make_class`; a hook and its id if it keeps its own.
+    """Returns the class that `module` gets, as `make_class`; the id of a hook if it keeps its own.
 
     Raises:
         HookError: the module cannot be instrumented.
@@ -335,7 +328,7 @@ def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
     made = make_class(module)
     if module not in kept:
         return made
-    return RemovableHandle(module._forward_pre_hooks).id, _NO_HOOK
+    return RemovableHandle(module._forward_pre_hooks).id
 
 
 @carry
@@ -477,7 +470,8 @@ def instrument(
         keep_class: modules among them that keep their class, see `select`: for code that asks
             `type(module) is ...`. Their calls go through `nn.Module.__call__`, at its cost; they
             break a graph, and one that was compiled before does not see them; copies have no hooks;
-            `module.compile()` replaces the hooks. Without the GIL it is refused.
+            calls after `module.compile()` raise if they have hooks to run. Without the GIL it is
+            refused.
 
     Returns:
         A context manager that restores; see also `restore`.

@@ -221,16 +221,14 @@ fn dispatch<'py>(
 pub struct KeptCall {
     /// Weak: the module's `__dict__` has this.
     module: Py<PyWeakrefReference>,
-    /// Key in `_forward_pre_hooks`: an int of torch's own counter, as libraries expect.
-    pub hook_id: Py<PyAny>,
 }
 
 impl KeptCall {
     pub const KEY: &'static str = "_compiled_call_impl";
 
-    pub fn new(module: &Bound<'_, PyAny>, hook_id: Py<PyAny>) -> PyResult<Self> {
+    pub fn new(module: &Bound<'_, PyAny>) -> PyResult<Self> {
         let module = PyWeakrefReference::new(module)?.unbind();
-        Ok(Self { module, hook_id })
+        Ok(Self { module })
     }
 }
 

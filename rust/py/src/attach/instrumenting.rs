@@ -9,7 +9,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType, PyWeakrefReference};
+use pyo3::types::{PyDict, PyInt, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::attach::dispatcher::{Dispatcher, KeptCall, ModuleRef};
 use crate::attach::wrapper::HookedBase;
@@ -51,12 +51,16 @@ fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResu
         // Once more after Ctrl-C in an audit hook.
         set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
     });
-    if let Some(kept_call) = kept_call_in(state)? {
+    if kept_call_in(state)?.is_some() {
         state.del_item(intern!(py, KeptCall::KEY))?;
-        let (hooks, id) = (pre_hooks(state)?, kept_call.get().hook_id.bind(py));
-        // False: another library removed all hooks.
-        if hooks.contains(id)? {
+    }
+    // Only a module that keeps its class has a guard. None: another library removed all hooks.
+    let hooks = pre_hooks(state)?;
+    for item in hooks.call_method0(intern!(py, "items"))?.try_iter()? {
+        let (id, hook) = item?.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+        if hook.is_instance_of::<KeptGuard>() {
             hooks.del_item(id)?;
+            break;
         }
     }
     state.del_item(intern!(py, Dispatcher::KEY))?;
@@ -177,7 +181,7 @@ fn one_at_a_time(module: &Bound<'_, PyAny>) -> OneAtATime {
 }
 
 /// Instruments a module; it counts one reason more. `make_class` makes the class of one that is not
-/// instrumented yet, or returns a hook and its id for one that keeps its own.
+/// instrumented yet, or returns the id of a hook of torch for one that keeps its own.
 pub fn acquire(
     module: &Bound<'_, PyAny>,
     make_class: &Bound<'_, PyAny>,
@@ -219,7 +223,7 @@ pub fn acquire(
 /// Class for a module that becomes instrumented; its call instead if the module keeps its class.
 struct MadeClass<'py> {
     class: Bound<'py, PyAny>,
-    kept_call: Option<(Bound<'py, KeptCall>, Bound<'py, PyAny>)>,
+    kept_call: Option<Bound<'py, KeptCall>>,
     class_cache: Py<CallCache>,
 }
 
@@ -228,12 +232,10 @@ impl<'py> MadeClass<'py> {
     fn new(module: &Bound<'py, PyAny>, make_class: &Bound<'py, PyAny>) -> PyResult<Self> {
         let py = module.py();
         let class = make_class.call1((module,))?;
-        let kept_call = match class.cast::<PyTuple>() {
-            Ok(hook) => {
-                let kept_call = KeptCall::new(module, hook.get_item(0)?.unbind())?;
-                Some((Bound::new(py, kept_call)?, hook.get_item(1)?))
-            }
-            Err(_) => None,
+        let kept_call = if class.is_instance_of::<PyInt>() {
+            Some(Bound::new(py, KeptCall::new(module)?)?)
+        } else {
+            None
         };
         let class_cache = match kept_call {
             Some(_) => Bound::new(py, CallCache::default())?,
@@ -259,7 +261,7 @@ impl<'py> MadeClass<'py> {
             return Ok(());
         }
         match &self.kept_call {
-            Some((kept_call, hook)) => keep_class(state, kept_call, hook),
+            Some(kept_call) => keep_class(module, state, kept_call, &self.class),
             None => set_class(module, &self.class),
         }
         .or_else(|error| state.del_item(key).and(Err(error)))
@@ -367,16 +369,60 @@ fn is_instrumented(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyRe
     Ok(instrumented_from(module)?.is_some() || kept_call_in(state)?.is_some())
 }
 
-/// Lets a module keep its class. The hook is for Dynamo, which calls `forward` of a module without
-/// hooks, and guards that it has none; and for fast paths of torch that call no submodules.
+/// Lets a module keep its class. `id`: key of the guard, an int of torch's own counter, as libraries
+/// expect.
 fn keep_class(
+    module: &Bound<'_, PyAny>,
     state: &Bound<'_, PyDict>,
     call: &Bound<'_, KeptCall>,
-    hook: &Bound<'_, PyAny>,
+    id: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let py = state.py();
-    pre_hooks(state)?.set_item(call.get().hook_id.bind(py), hook)?;
+    let module = PyWeakrefReference::new(module)?.unbind();
+    pre_hooks(state)?.set_item(id, KeptGuard { module })?;
     state.set_item(intern!(py, KeptCall::KEY), call)
+}
+
+/// Pre-hook of torch on a module that keeps its class: raises where the module's `compile` took the
+/// place of the call that runs its hooks. It is there for Dynamo too, which calls `forward` of a module
+/// without hooks, and guards that it has none; and for fast paths of torch that call no submodules.
+#[pyclass(frozen, module = "ferrohook._core")]
+struct KeptGuard {
+    /// Weak: the module has this. Its copies have it as well.
+    module: Py<PyWeakrefReference>,
+}
+
+#[pymethods]
+impl KeptGuard {
+    #[pyo3(signature = (module, _args))]
+    fn __call__(&self, module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, state) = (module.py(), instance_dict(module)?);
+        let own = self.module.bind(py).upgrade();
+        let Some(dispatcher) =
+            dispatcher_in(&state)?.filter(|_| own.is_some_and(|it| it.is(module)))
+        else {
+            return Ok(());
+        };
+        let registry = dispatcher.get().registry(py).get();
+        if is_instrumented(module, &state)? || registry.work().is_none() {
+            return Ok(());
+        }
+        let message = format!(
+            "compile() of this {} took the place of the call that runs its hooks, and they would not \
+             fire: remove them first, or instrument it without keep_class",
+            type_name(module)
+        );
+        Err(hook_error(py, message))
+    }
+
+    /// Is saved as a function that does nothing, of the standard library: a copy of the module loads
+    /// where ferrohook is not.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        let py = slf.py();
+        let handler = py.import("logging")?.getattr("NullHandler")?;
+        let getattr = py.import("builtins")?.getattr("getattr")?;
+        (getattr, (handler, "handle")).into_pyobject(py)
+    }
 }
 
 /// Returns the module's dict of torch's pre-hooks: an `OrderedDict`, which `PyDict` would change past
