@@ -14,7 +14,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --d
 .PHONY: help demo service test nightly quantities mutants lint bench figures plots load loom vllm sglang cuda fake-cuda release workflow docs build format clean rivals
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ Try
 
 demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of two threads, and restored bit for bit
 	$(BIN)/python examples/quickstart.py
@@ -22,45 +24,14 @@ demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of tw
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
 	$(BIN)/python -m examples.service
 
-# Dependency groups beside test and models that the tests of a folder need.
-NEEDS_analysis := show
-NEEDS_capture := show
-NEEDS_client := inspect service
-NEEDS_compat := oracle
-NEEDS_demos := notebook ray service
-NEEDS_docs := notebook service
-NEEDS_groups := show
-NEEDS_instrumentation := oracle
-NEEDS_plans := service
-NEEDS_plot := show
-NEEDS_profiling := show
-NEEDS_project := mutants
-NEEDS_rows := oracle
-NEEDS_scopes := service
-NEEDS_service := service
-folders = $(if $(T),$(foreach each,$(T),$(word 2,$(subst /, ,$(each)))),$(notdir $(wildcard tests/*)))
-needs = $(addprefix $(VENV)/,test models $(sort $(foreach each,$(folders),$(NEEDS_$(each)))))
+docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
+	$(BIN)/python script/llms.py
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
+	@# Not --quiet, which hides warnings from --strict.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest --quiet tests/docs/test_site.py
 
-test: build $(needs) ## All tests that need no special interpreter; T=tests/rows for a part, WHOLE=1 for all cases
-ifndef T
-	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
-	script/embedded
-endif
-	$(PYTEST) $(if $(WHOLE),--whole) $(T)
-
-nightly: build $(VENV)/test $(VENV)/release ## Every lane whole, one table for the commit; LANES="vllm sglang" for some
-	$(BIN)/python script/nightly.py $(LANES)
-
-quantities: build $(VENV)/test $(VENV)/models ## Quantities of all language models of transformers, against their golden file
-	$(PYTEST) --whole tests/quantity/test_zoo.py
-
-mutants: build $(needs) $(VENV)/mutants ## Share of mutants that the tests catch, of a sample; ONLY=rust/py/src/rows, PART=1/20, MINUTES=60
-	command -v cargo-mutants > /dev/null || cargo install --quiet --locked cargo-mutants
-	$(BIN)/python script/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(PART),--part $(PART)) \
-		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ROOM),--room) $(if $(RECORD),--record)
-
-fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
-	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
+##@ Check
 
 lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service $(VENV)/inspect $(VENV)/ray ## Formatting, lints and types
 	cargo fmt --check
@@ -72,26 +43,52 @@ lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/servic
 	$(BIN)/python -m mypy.stubtest ferrohook._core
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
-	@mkdir -p bench-results
-	$(BIN)/python -m benches --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).svg
+# Dependency groups beside test and models that the tests of a folder need.
+NEEDS_analysis := show
+NEEDS_attach := oracle
+NEEDS_captures := show
+NEEDS_cli := show
+NEEDS_client := inspect service
+NEEDS_compat := oracle
+NEEDS_data := oracle
+NEEDS_demos := notebook ray service
+NEEDS_docs := notebook service
+NEEDS_engines := service
+NEEDS_plans := oracle service
+NEEDS_plot := show
+NEEDS_project := mutants
+NEEDS_quantity := oracle
+NEEDS_registration := service
+NEEDS_service := service
+NEEDS_show := show
+folders = $(if $(T),$(foreach each,$(T),$(word 2,$(subst /, ,$(each)))),$(notdir $(wildcard tests/*)))
+needs = $(addprefix $(VENV)/,test models $(sort $(foreach each,$(folders),$(NEEDS_$(each)))))
 
-figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
-	$(BIN)/python -m benches --json docs/benchmarks.json
-	$(BIN)/python -m benches.figures
+test: build $(needs) ## All tests that need no special interpreter; T=tests/rows for a part, WHOLE=1 for all cases
+ifndef T
+	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
+	script/embedded
+endif
+	$(PYTEST) $(if $(WHOLE),--whole) $(T)
 
-rivals: build $(VENV)/models ## Wrong answers of hooking, ferrohook's and others': docs/rivals.md, made anew
-	$(BIN)/python -m benches.rivals
+fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
+	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
 
-plots: build $(VENV)/models $(VENV)/notebook $(VENV)/service ## The pictures of docs/ and the notebook's outputs, drawn by their code
-	$(BIN)/python script/plots.py
-	$(BIN)/python script/notebook.py
-
-load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
-	$(BIN)/python -m benches.load
+cuda: ## The tests marked cuda and the benchmarks on a GPU, by the python3 and from the wheel that are there
+	script/cuda
 
 loom: ## Every interleaving of the core's threads, within loom's model
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
+
+mutants: build $(needs) $(VENV)/mutants ## Share of mutants that the tests catch, of a sample; ONLY=rust/py/src/rows, PART=1/20, MINUTES=60
+	command -v cargo-mutants > /dev/null || cargo install --quiet --locked cargo-mutants
+	$(BIN)/python script/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(PART),--part $(PART)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ROOM),--room) $(if $(RECORD),--record)
+
+##@ Lanes
+
+nightly: build $(VENV)/test $(VENV)/release ## Every lane whole, one table for the commit; LANES="vllm sglang" for some
+	$(BIN)/python script/nightly.py $(LANES)
 
 vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU; RUNNER=v2, RELEASE=0.33.0
 	RUNNER=$(RUNNER) RELEASE=$(RELEASE) script/vllm
@@ -99,21 +96,36 @@ vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU; RUNNER=v2, RELEA
 sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU; RELEASE=0.5.22
 	RELEASE=$(RELEASE) script/sglang
 
-release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
-	script/release
-
-cuda: ## The tests marked cuda and the benchmarks on a GPU, by the python3 and from the wheel that are there
-	script/cuda
+quantities: build $(VENV)/test $(VENV)/models ## Quantities of all language models of transformers, against their golden file
+	$(PYTEST) --whole tests/quantity/test_zoo.py
 
 workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
 	$(BIN)/python script/workflow.py
 
-docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
-	$(BIN)/python script/llms.py
-	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
-	@# Not --quiet, which hides warnings from --strict.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest --quiet tests/docs/test_site.py
+##@ Measure
+
+bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
+	@mkdir -p bench-results
+	$(BIN)/python -m benches --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).svg
+
+load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
+	$(BIN)/python -m benches.load
+
+rivals: build $(VENV)/models ## Wrong answers of hooking, ferrohook's and others': docs/rivals.md, made anew
+	$(BIN)/python -m benches.rivals
+
+figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
+	$(BIN)/python -m benches --json docs/benchmarks.json
+	$(BIN)/python -m benches.figures
+
+plots: build $(VENV)/models $(VENV)/notebook $(VENV)/service ## The pictures of docs/ and the notebook's outputs, drawn by their code
+	$(BIN)/python script/plots.py
+	$(BIN)/python script/notebook.py
+
+##@ Publish
+
+release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
+	script/release
 
 build: $(BIN)/maturin
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet

@@ -83,6 +83,12 @@ def test_each_lane_runs_a_target_or_a_script() -> None:
         assert words[0] in targets if program == "make" else os.access(ROOT / program, os.X_OK)
 
 
+def test_each_folder_with_needs_of_its_own_exists() -> None:
+    folders = re.findall(r"^NEEDS_(\w+) :=", read("Makefile"), re.MULTILINE)
+    assert folders
+    assert [folder for folder in folders if not (ROOT / "tests" / folder).is_dir()] == []
+
+
 def test_neither_ci_nor_a_test_depends_on_the_day() -> None:
     files = [ROOT / ".ci/run", ROOT / "Makefile", *(ROOT / "script").iterdir()]
     asks = re.compile(r"\bdate (-u )?\+%j|\bday of the year\b|day=")
