@@ -51,16 +51,11 @@ class ModelCall(NamedTuple):
 
     def repeated(self, times: int) -> ModelCall:
         """Returns the call with all rows repeated, one copy behind the other."""
-
-        def repeat(tensor: Tensor) -> Tensor:
-            if not tensor.dim() or len(tensor) != self.rows:
-                return tensor  # as position ids that all rows share
-            return tensor.repeat(times, *[1] * (tensor.dim() - 1))
-
         if times == 1:
             return self
-        args, kwargs = map_tensors(repeat, (self.args, self.kwargs))
-        return ModelCall(args, kwargs, self.rows * times)
+        return self._mapped(
+            lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)), self.rows * times
+        )
 
     def batches(self, size: int | None) -> list[ModelCall]:
         """Splits the call by its rows into calls of at most `size`; None for one of all rows.
@@ -71,17 +66,21 @@ class ModelCall(NamedTuple):
         if size is None:
             return [self]
 
-        def part(start: int, stop: int) -> ModelCall:
-            def own(tensor: Tensor) -> Tensor:
-                if not tensor.dim() or len(tensor) != self.rows:
-                    return tensor  # as position ids that all rows share
-                return tensor[start:stop]
+        def part(start: int) -> ModelCall:
+            return self._mapped(
+                lambda tensor: tensor[start : start + size], min(size, self.rows - start)
+            )
 
-            args, kwargs = map_tensors(own, (self.args, self.kwargs))
-            return ModelCall(args, kwargs, stop - start)
+        return [*map(part, range(0, self.rows, at_least(1, "batch_size", size)))]
 
-        starts = range(0, self.rows, at_least(1, "batch_size", size))
-        return [part(start, min(start + size, self.rows)) for start in starts]
+    def _mapped(self, change: Callable[[Tensor], Tensor], rows: int) -> ModelCall:
+        """Returns a call of other rows; tensors that all rows share, as position ids, stay."""
+
+        def own(tensor: Tensor) -> Tensor:
+            return change(tensor) if tensor.dim() and len(tensor) == self.rows else tensor
+
+        args, kwargs = map_tensors(own, (self.args, self.kwargs))
+        return ModelCall(args, kwargs, rows)
 
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""

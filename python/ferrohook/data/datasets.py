@@ -327,18 +327,10 @@ class ActivationStream(IterableDataset[Tensor]):
         return rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
 
     def _made_of(self) -> dict[str, object]:
-        data = self.data
-        return {
-            "run": data.run,
-            "layer": data.layer,
-            "name": data.name,
-            "rows": len(data),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "reservoir": self.reservoir,
-            "drop_last": self.drop_last,
-            "ranks": self.ranks,
-        }
+        data = {name: getattr(self.data, name) for name in ("run", "layer", "name")}
+        options = ("batch_size", "seed", "reservoir", "drop_last", "ranks")
+        own = {name: getattr(self, name) for name in options}
+        return {**data, "rows": len(self.data), **own}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place behind the last batch in plain data, the same on all ranks."""

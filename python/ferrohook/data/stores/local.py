@@ -17,7 +17,6 @@ from ferrohook.data.stores.store import (
     StoredBatch,
     check_batch,
     find,
-    own_tensors,
 )
 from ferrohook.data.stores.writer import Writer, closed_message
 from ferrohook.errors import HookTypeError, StoreError
@@ -105,19 +104,9 @@ class LocalStore(Store):
         state = "read only" if self._writer is None else "closed" if self._writer.closed else "open"
         return f"<LocalStore of {self._folder.path}, {state}>"
 
-    def put(  # noqa: D102
-        self,
-        run: str,
-        batch: int,
-        layer: str,
-        tensors: Mapping[str, Tensor],
-        *,
-        copy: bool = True,
-    ) -> None:
-        writer = self._check_writable()
-        owned = own_tensors(run, batch, layer, tensors, copy=copy)
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
         with self._lock:
-            self._check_writable()  # again: `close` removes open batches under this lock
+            writer = self._check_writable()  # again: `close` removes open batches under this lock
             self._open.setdefault((run, batch), StoredBatch()).add(layer, owned)
             # Bounds the memory of open batches: writes the largest early.
             if sum(each.nbytes for each in self._open.values()) > self._max_pending:
@@ -125,26 +114,15 @@ class LocalStore(Store):
                 # Under the lock, as whatever follows of the batch is queued after it.
                 writer.put(Shard(*largest, self._open.pop(largest)))
 
-    def restart(self, run: str, batch: int) -> None:  # noqa: D102
-        check_batch(run, batch)
-        self._check_writable()
+    def _restart(self, run: str, batch: int) -> None:
         with self._lock:
-            self._check_writable()  # see `put`
+            self._check_writable()  # see `_put`
             self._open[run, batch] = StoredBatch(restarted=True)
 
-    def complete(
-        self,
-        run: str,
-        batch: int,
-        *,
-        fingerprint: str = "",
-        manifest: Mapping[str, Any] | None = None,
+    def _complete(
+        self, run: str, batch: int, fingerprint: str, manifest: Mapping[str, Any] | None
     ) -> None:
-        """Marks a batch as complete and queues it for writing; see `Store.complete`.
-
-        It is written when the next `flush` returns, or when `completed` lists it.
-        """
-        check_batch(run, batch)
+        """Queues a batch for writing: it is there once `flush` returns or `completed` lists it."""
         writer = self._check_writable()
         with self._lock:
             finished = self._open.pop((run, batch), StoredBatch())

@@ -9,9 +9,7 @@ from ferrohook.data.stores.store import (
     DamagedBatch,
     Store,
     StoredBatch,
-    check_batch,
     find,
-    own_tensors,
 )
 from ferrohook.errors import StoreError
 
@@ -33,37 +31,18 @@ class MemoryStore(Store):
     def __repr__(self) -> str:
         return f"<MemoryStore of {len(self.runs())} runs>"
 
-    def put(  # noqa: D102 (Store's docstring, here and below)
-        self,
-        run: str,
-        batch: int,
-        layer: str,
-        tensors: Mapping[str, Tensor],
-        *,
-        copy: bool = True,
-    ) -> None:
-        owned = own_tensors(run, batch, layer, tensors, copy=copy)
-        self._check_open()
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
         with self._lock:
             self._opened(run, batch).add(layer, owned)
 
-    def restart(self, run: str, batch: int) -> None:  # noqa: D102
-        check_batch(run, batch)
-        self._check_open()
+    def _restart(self, run: str, batch: int) -> None:
         with self._lock:
             fingerprint = self._opened(run, batch).fingerprint
             self._runs[run][batch] = StoredBatch(fingerprint=fingerprint)
 
-    def complete(  # noqa: D102
-        self,
-        run: str,
-        batch: int,
-        *,
-        fingerprint: str = "",
-        manifest: Mapping[str, Any] | None = None,
+    def _complete(
+        self, run: str, batch: int, fingerprint: str, manifest: Mapping[str, Any] | None
     ) -> None:
-        check_batch(run, batch)
-        self._check_open()
         with self._lock:
             opened = self._opened(run, batch)
             opened.fingerprint = fingerprint or opened.fingerprint
@@ -71,7 +50,7 @@ class MemoryStore(Store):
                 self._manifests.setdefault(run, manifest)
             opened.complete = True
 
-    def _check_open(self) -> None:
+    def _check_writable(self) -> None:
         if self._closed:
             msg = "the store is closed: put tensors before close()"
             raise StoreError(msg)

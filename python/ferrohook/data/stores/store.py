@@ -39,7 +39,6 @@ class Store(ABC):
     at exit. Methods are thread-safe.
     """
 
-    @abstractmethod
     def put(
         self,
         run: str,
@@ -64,16 +63,19 @@ class Store(ABC):
             ValueError: an invalid name or index.
             StoreError: the store is closed, read only, or failed to write an earlier batch.
         """
+        self._check_writable()
+        self._put(run, batch, layer, own_tensors(run, batch, layer, tensors, copy=copy))
 
-    @abstractmethod
     def restart(self, run: str, batch: int) -> None:
         """Opens a batch anew: the tensors put from now on replace all that it had.
 
         Raises:
             StoreError: as for `put`.
         """
+        check_batch(run, batch)
+        self._check_writable()
+        self._restart(run, batch)
 
-    @abstractmethod
     def complete(
         self,
         run: str,
@@ -82,7 +84,7 @@ class Store(ABC):
         fingerprint: str = "",
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        """Marks a batch as complete.
+        """Marks a batch as complete. A `LocalStore` has written it when the next `flush` returns.
 
         Args:
             run: name of the run.
@@ -93,6 +95,27 @@ class Store(ABC):
         Raises:
             StoreError: as for `put`.
         """
+        check_batch(run, batch)
+        self._check_writable()
+        self._complete(run, batch, fingerprint, manifest)
+
+    @abstractmethod
+    def _check_writable(self) -> object:
+        """Checks that tensors may be put, see `put`."""
+
+    @abstractmethod
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
+        """Adds tensors of its own, see `put`."""
+
+    @abstractmethod
+    def _restart(self, run: str, batch: int) -> None:
+        """Opens a batch anew, see `restart`."""
+
+    @abstractmethod
+    def _complete(
+        self, run: str, batch: int, fingerprint: str, manifest: Mapping[str, Any] | None
+    ) -> None:
+        """Marks a batch as complete, see `complete`."""
 
     @abstractmethod
     def discard(self, run: str, batch: int) -> None:

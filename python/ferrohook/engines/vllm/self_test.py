@@ -106,20 +106,20 @@ def _check(engine: _Engine, first: str, last: str) -> None:
     both = [keep(name) for name in dict.fromkeys((first, last))]
 
     # Each alone, in one piece.
-    (plain,) = engine.serve(_Sent(one, Plan(*both), 2))
-    (beside,) = engine.serve(_Sent(other, Plan(*both), 2))
+    (plain,) = engine.serve(_Known(one, Plan(*both), 2))
+    (beside,) = engine.serve(_Known(other, Plan(*both), 2))
     known = torch.cat([plain.rows(first), beside.rows(first)])
     vector = known.float().abs().mean() * torch.linspace(-4, 4, known.shape[-1])
     steer = on(first, Add(vector))
-    (steered,) = engine.serve(_Sent(one, Plan(steer, *both)))
+    (steered,) = engine.serve(_Known(one, Plan(steer, *both)))
 
     # Together, in chunks; one from its middle on.
     half = length // 2
     changed, beside_again, plain_again, failed = engine.serve(
-        _Sent(one, Plan(on(first, Add(vector), at=slice(half, None)), *both), 2),
-        _Sent(other, Plan(*both), 2),
-        _Sent(one, Plan(*both), 2),
-        _Sent(other, Plan(keep(first)), fails=True),
+        _Known(one, Plan(on(first, Add(vector), at=slice(half, None)), *both), 2),
+        _Known(other, Plan(*both), 2),
+        _Known(one, Plan(*both), 2),
+        _Known(other, Plan(keep(first)), fails=True),
         budget=max(1, 2 * length // 3),
     )
     if _GONE not in (failed.error or ""):
@@ -136,7 +136,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
     known = torch.cat([each.rows(last) for each in (plain, beside, steered)])
     _compare(last, changed.rows(last)[:half], plain.rows(last)[:half], known)
 
-    def differ(got: _Answer, of: _Answer) -> float:
+    def differ(got: _Known, of: _Known) -> float:
         """Returns the distance of two answers at the end of the prompt."""
         one, another = (each.rows(last)[:length][-1].float() for each in (got, of))
         return torch.dist(one, another).item()
@@ -148,10 +148,10 @@ def _check(engine: _Engine, first: str, last: str) -> None:
 
     # What is in the cache of prefixes by now is of requests without a change.
     end = keep(last, at="last_prompt")
-    (steered_again,) = engine.serve(_Sent(one, Plan(steer, end)))
+    (steered_again,) = engine.serve(_Known(one, Plan(steer, end)))
     engine.forget()
-    engine.serve(_Sent(one, Plan(steer)))
-    (plain_again,) = engine.serve(_Sent(one, Plan(end)))
+    engine.serve(_Known(one, Plan(steer)))
+    (plain_again,) = engine.serve(_Known(one, Plan(end)))
     for got, right in ((steered_again, steered), (plain_again, plain)):
         if not differ(got, right) <= _FAR * effect:
             msg = "requests of different plans shared a prefix in the cache"
@@ -177,22 +177,15 @@ def _compare(name: str, got: Tensor, right: Tensor, known: Tensor) -> None:
 
 
 @dataclasses.dataclass
-class _Sent:
-    """A request."""
+class _Known:
+    """A request, and what came of it."""
 
     prompt: list[int]
     plan: Plan
     new_tokens: int = 1
     fails: bool = False
     """The worker fails it, as vectors of its plan are gone."""
-
-
-@dataclasses.dataclass
-class _Answer:
-    """What came of a request."""
-
-    sent: _Sent
-    key: str
+    key: str = ""
     """Of its captures."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     acts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -235,27 +228,27 @@ class _Engine:
         tokens = [token % self._vocabulary for token in range(2 * length)]
         return tokens[::2], tokens[1::2]
 
-    def serve(self, *sent: _Sent, budget: int | None = None) -> list[_Answer]:
+    def serve(self, *sent: _Known, budget: int | None = None) -> tuple[_Known, ...]:
         """Serves requests at once.
 
         Args:
             sent: the requests.
             budget: most tokens of a step; None for those of the engine.
         """
-        answers = dict(self._add(each) for each in sent)
+        known = {self._add(each): each for each in sent}
         scheduler = self._core.scheduler
         whole = scheduler.max_num_scheduled_tokens
         if budget is not None and self._in_chunks:
             scheduler.max_num_scheduled_tokens = min(budget, whole)
         try:
             for output in self._outputs():
-                self._take(output, answers[output.request_id])
+                self._take(output, known[output.request_id])
         except BaseException:
-            self._core.abort_requests([*answers])
+            self._core.abort_requests([*known])
             raise
         finally:
             scheduler.max_num_scheduled_tokens = whole
-        return [*answers.values()]
+        return sent
 
     def forget(self) -> None:
         """Empties the cache of prefixes."""
@@ -266,7 +259,8 @@ class _Engine:
         found: int = json.loads(self._core.collective_rpc("ferrohook_state")[0])["requests"]
         return found
 
-    def _add(self, sent: _Sent) -> tuple[str, _Answer]:
+    def _add(self, sent: _Known) -> str:
+        """Adds a request; returns its id."""
         self._number += 1
         request_id = f"{PROBE}-{self._number}"
         params = importlib.import_module("vllm").SamplingParams(
@@ -292,7 +286,8 @@ class _Engine:
         if sent.fails:
             payload |= {"digest": _GONE, "vectors": {_GONE: _GONE}}
         self._core.add_request(*self._core.preprocess_add_request(request))
-        return request_id, _Answer(sent, payload["key"])
+        sent.key = payload["key"]
+        return request_id
 
     def _outputs(self) -> Iterator[Any]:
         """Runs until nothing is left, and the worker has learned of each end."""
@@ -305,16 +300,14 @@ class _Engine:
         msg = f"known requests did not end within {_MOST_STEPS:,} steps"
         raise HookError(msg)
 
-    def _take(self, output: Any, answer: _Answer) -> None:
+    def _take(self, output: Any, known: _Known) -> None:
         """Takes the output of a step, and what the request captured at its end."""
-        answer.tokens += output.new_token_ids
+        known.tokens += output.new_token_ids
         if output.finish_reason is None:
             return
         if str(output.finish_reason) == "error":
-            answer.error = str(output.stop_reason)
-        elif not answer.sent.fails and any(
-            isinstance(entry, KeepEntry) for entry in answer.sent.plan.entries
-        ):
-            tokens = len(answer.sent.prompt) + len(answer.tokens)
-            data, *_ = self._core.collective_rpc("ferrohook_take", args=(answer.key, tokens))
-            answer.acts = unpacked(data).acts
+            known.error = str(output.stop_reason)
+        elif not known.fails and any(isinstance(it, KeepEntry) for it in known.plan.entries):
+            tokens = len(known.prompt) + len(known.tokens)
+            data, *_ = self._core.collective_rpc("ferrohook_take", args=(known.key, tokens))
+            known.acts = unpacked(data).acts

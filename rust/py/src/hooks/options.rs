@@ -7,6 +7,32 @@ use pyo3::types::{PyBool, PyInt, PyString};
 
 use crate::error::{hook_type_error, type_name};
 
+/// Casts an argument; `expected` begins the message of the error.
+fn expect<'a, 'py, T: pyo3::PyTypeCheck>(
+    object: Borrowed<'a, 'py, PyAny>,
+    expected: &str,
+) -> PyResult<Borrowed<'a, 'py, T>> {
+    object.cast::<T>().map_err(|_| {
+        let message = format!("{expected}, got {}", type_name(&object));
+        hook_type_error(object.py(), message)
+    })
+}
+
+/// Reads an int, not a bool, in a range that `limits` describes.
+pub fn int_of<'a, 'py, T: FromPyObject<'a, 'py>>(
+    object: Borrowed<'a, 'py, PyAny>,
+    name: &str,
+    limits: &str,
+) -> PyResult<T> {
+    if object.is_instance_of::<PyBool>() {
+        let message = format!("{name} is an int, got bool");
+        return Err(hook_type_error(object.py(), message));
+    }
+    let int = expect::<PyInt>(object, &format!("{name} is an int"))?;
+    let outside = |_| PyValueError::new_err(format!("{name} {limits}, got {}", *int));
+    object.extract().map_err(outside)
+}
+
 /// Phase, by its name.
 pub struct PhaseName(pub Phase);
 
@@ -14,12 +40,7 @@ impl<'py> FromPyObject<'_, 'py> for PhaseName {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let name = object.cast::<PyString>().map_err(|_| {
-            hook_type_error(
-                object.py(),
-                format!("phase is a str, got {}", type_name(&object)),
-            )
-        })?;
+        let name = expect::<PyString>(object, "phase is a str")?;
         Phase::from_name(&name.to_cow()?).map(Self).ok_or_else(|| {
             PyValueError::new_err(format!(
                 "unknown phase {:?}: expected one of {}",
@@ -42,12 +63,7 @@ impl<'py> FromPyObject<'_, 'py> for OnError {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let name = object.cast::<PyString>().map_err(|_| {
-            hook_type_error(
-                object.py(),
-                format!("on_error is a str, got {}", type_name(&object)),
-            )
-        })?;
+        let name = expect::<PyString>(object, "on_error is a str")?;
         match &*name.to_cow()? {
             "raise" => Ok(Self::Raise),
             "disable" => Ok(Self::Disable),
@@ -67,18 +83,7 @@ impl<'py> FromPyObject<'_, 'py> for Priority {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
-            return object.extract().map(Self).map_err(|_| {
-                PyValueError::new_err(format!(
-                    "priority lies between -2**63 and 2**63 - 1, got {}",
-                    *object
-                ))
-            });
-        }
-        Err(hook_type_error(
-            object.py(),
-            format!("priority is an int, got {}", type_name(&object)),
-        ))
+        int_of(object, "priority", "lies between -2**63 and 2**63 - 1").map(Self)
     }
 }
 

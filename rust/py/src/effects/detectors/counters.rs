@@ -5,12 +5,12 @@ use pyo3::PyClassInitializer;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
 use super::{NativeDetector, SharedStatistics, Statistics};
-use crate::error::{hook_type_error, type_name};
 use crate::hooks::native::Turn;
+use crate::hooks::options::int_of;
 use crate::torch::tensors;
 
 /// Counts calls.
@@ -171,15 +171,7 @@ impl<'py> FromPyObject<'_, 'py> for Limit {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
-            return object.extract().map(Self).map_err(|_| {
-                PyValueError::new_err(format!("limit is a number from 0 on, got {}", &*object))
-            });
-        }
-        Err(hook_type_error(
-            object.py(),
-            format!("limit is an int, got {}", type_name(&object)),
-        ))
+        int_of(object, "limit", "is a number from 0 on").map(Self)
     }
 }
 
