@@ -189,6 +189,7 @@ def test_a_running_engine_is_attached_between_two_steps() -> None:
 
 def test_the_head_has_as_many_rows_as_requests() -> None:
     step = Step([Span("a", 0, 3, 4, 9, wants_logits=False), Span("b", 3, 2, 0, 2)])
-    assert transformers_steps.head_rows(step).tolist() == [4, -1]
-    unwanted = transformers_steps.head_rows(Step(step.spans[:1]))
-    assert (unwanted.tolist(), unwanted.dtype) == ([-1], torch.long)
+    assert transformers_steps.head_rows(step, 2).tolist() == [4, -1]
+    # One is forked before it has run, and has no row.
+    unwanted = transformers_steps.head_rows(Step(step.spans[:1]), 2)
+    assert (unwanted.tolist(), unwanted.dtype) == ([-1, -1], torch.long)

@@ -36,7 +36,13 @@ from ferrohook.engines.finite import WatchedRows, failure
 from ferrohook.engines.model.modules import described
 from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
-from ferrohook.engines.transformers.steps import ROWS, check_row_map, head_rows, read_step
+from ferrohook.engines.transformers.steps import (
+    ROWS,
+    check_row_map,
+    head_rows,
+    read_step,
+    requests_in,
+)
 from ferrohook.errors import HookError
 from ferrohook.quantity import quantities
 from ferrohook.util.arguments import expect_module
@@ -430,7 +436,7 @@ class Attached:
             every = torch.arange(step.rows)
             gathered += [(module, every, dim) for module, dim in self._other_dims.items()]
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
-            head = head_rows(step)
+            head = head_rows(step, requests_in(processor))
             gathered += [(module, head, None) for module in self._head]
         watched = WatchedRows(changed) if changed else None
         apart = contextlib.nullcontext() if watched is None else self._apart(step, watched)

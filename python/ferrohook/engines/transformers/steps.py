@@ -45,13 +45,19 @@ def read_step(processor: Any) -> Step:
         position = state.position_offset - rows
         spans.append(Span(state.request_id, first, rows, position, prompt, future.has_new_token))
         first += rows
-    return Step(spans, io.num_q_tokens)
+    # A prompt of one token has none before it is forked: each fork runs that token.
+    return Step([span for span in spans if span.rows], io.num_q_tokens)
 
 
-def head_rows(step: Step) -> Tensor:
+def head_rows(step: Step, requests: int) -> Tensor:
     """Returns the row of each of the head's, -1 for padding: as many as requests in the step."""
     rows = step.logits_rows
-    return torch.tensor(rows + [-1] * (len(step.spans) - len(rows)), dtype=torch.long)
+    return torch.tensor(rows + [-1] * (requests - len(rows)), dtype=torch.long)
+
+
+def requests_in(processor: Any) -> int:
+    """Returns the number of requests in the step that an engine prepared last."""
+    return len(_prepared_io(processor).requests_in_batch)
 
 
 def _prepared_io(processor: Any) -> Any:
@@ -117,7 +123,7 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> DummyStepFa
         and embedded == [[tokens]]
         and inputs["position_ids"].tolist() == [expected.positions.tolist()]
         and inputs["logits_indices"].tolist()[:1] == expected.logits_rows
-        and inputs["logits_indices"].shape == head_rows(expected).shape
+        and inputs["logits_indices"].shape == head_rows(expected, len(expected.spans)).shape
     )
     if not right:
         msg = (
