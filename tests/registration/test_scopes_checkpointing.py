@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
 from ferrohook.detectors import NonFiniteDetector
+from support.interpreters import run_fresh
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
@@ -174,3 +175,22 @@ def test_positions_are_those_of_the_forward_that_is_repeated(reentrant: bool, bo
             (padded.sum() + later.sum() if both else padded.sum()).backward()
         grads.append(model.embed.weight.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_a_program_without_wrappers_repeats_the_scopes_of_the_forward() -> None:
+    """In a fresh interpreter: nothing but instrumenting has torch's functions replaced."""
+    done = run_fresh("""
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+import ferrohook as fh
+model, x = nn.Sequential(nn.Tanh()), torch.ones(1, 3, requires_grad=True)
+with fh.scope() as scope:
+    fh.register(model, "0", lambda module, args, output: output * 3, scope=scope)
+    y = checkpoint(model, x, use_reentrant=True)
+    with fh.scope(), fh.capture(model, "0") as acts:
+        y.sum().backward()
+assert torch.allclose(x.grad, 3 / torch.cosh(torch.ones(1, 3)) ** 2), x.grad
+assert not acts, acts
+""")
+    assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ from torch import fx, jit, nn
 from torch.nn.modules import transformer
 from torch.utils.hooks import RemovableHandle
 
+import ferrohook.attach.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook._core import (
     Attachment,
     AttachmentContext,
