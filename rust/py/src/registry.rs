@@ -40,7 +40,7 @@ pub struct Registry {
     operators: Operators,
     /// Tensor of the id, made when first read.
     id_tensor: PyOnceLock<Py<PyAny>>,
-    /// Number of exceptions of hooks, those of frames and removed ones included.
+    /// Number of exceptions raised in hooks, including frames' hooks and removed ones.
     errors: AtomicU64,
 }
 
@@ -90,7 +90,7 @@ impl Registry {
         Self::new(CoreRegistry::new())
     }
 
-    /// Removes the hooks of one phase or of all, those of scopes included.
+    /// Removes the hooks of one phase or of all, including hooks of scopes.
     pub fn clear(&self, phase: Option<Phase>) {
         self.hooks.clear(phase);
         for scoped in self.scoped.hooks() {
@@ -168,8 +168,8 @@ impl Registry {
         Ok(HookHandle::new(handle, Some(changes)))
     }
 
-    /// Takes the snapshot of a phase that begins: the hooks of every context and those of the
-    /// entered frames, in one order. None if there are none.
+    /// Takes the snapshot of a phase that begins: global hooks and hooks of the entered frames, in one
+    /// order. None if there are none.
     #[inline]
     pub fn begin<'py>(
         &self,
@@ -222,7 +222,7 @@ impl Registry {
         self.begin(py, phase, &Frames::fixed(frames))
     }
 
-    /// True if a phase has hooks that fire in `frames`; `work` is that of the call.
+    /// True if a phase has hooks that fire in `frames`; `work`: work of the call.
     #[inline]
     pub fn fires<'py>(
         &self,
@@ -349,7 +349,7 @@ impl Registry {
             .collect()
     }
 
-    /// Removes the hooks of one phase or of all; those of scopes too, if `scopes`.
+    /// Removes the hooks of one phase or of all; hooks of scopes too, if `scopes`.
     #[pyo3(name = "clear", signature = (phase = None, *, scopes = true))]
     fn py_clear(&self, phase: Option<PhaseName>, scopes: bool) {
         let phase = phase.map(|phase| phase.0);
@@ -360,7 +360,7 @@ impl Registry {
         }
     }
 
-    /// Waits until no thread is inside any of the hooks, those of scopes and removed ones included.
+    /// Waits until no thread is inside any of the hooks, including hooks of scopes and removed ones.
     ///
     /// Raises:
     ///     HookError: called from inside one of the hooks.
@@ -453,7 +453,7 @@ impl Registry {
         PyTuple::new(py, keys)
     }
 
-    /// Id of the module as a tensor: the input by which one graph serves many modules.
+    /// Id of the module as a tensor: an input, so that one graph serves many modules.
     #[getter]
     fn id_tensor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if let Some(tensor) = self.id_tensor.get(py) {
@@ -465,7 +465,7 @@ impl Registry {
         self.id_tensor(py)
     }
 
-    /// True if a call in this context has forward hooks, those of recording included.
+    /// True if a call in this context has forward hooks, including recorders.
     #[getter]
     fn hooked(&self, py: Python<'_>) -> PyResult<bool> {
         let phases = [Phase::ForwardPre, Phase::Forward];

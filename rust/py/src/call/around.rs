@@ -1,4 +1,4 @@
-//! Hooks of others that run in a phase of a call, between those of its own context.
+//! Runs hooks of the requests of a batch between the hooks of the calling context.
 
 use std::any::Any;
 
@@ -15,8 +15,8 @@ use crate::torch::target::Target;
 
 /// Kind of frame in whose calls hooks of others run.
 pub trait Around: Send + Sync {
-    /// Takes the hooks for a phase of a call that begins; None if there are none. `whole`: those of
-    /// the call's own context.
+    /// Takes the hooks for a phase of a call that begins; None if there are none. `whole`: the hooks
+    /// of the calling context.
     fn begin<'py>(
         &self,
         frame: &Bound<'py, Frame>,
@@ -38,7 +38,7 @@ pub trait Between<'py> {
     /// True if it has none in a gap.
     fn is_empty(&self, gap: usize) -> bool;
 
-    /// Runs those of `forward_pre` in a gap, which may change the call's arguments.
+    /// Runs the `forward_pre` hooks of a gap, which may change the call's arguments.
     fn forward_pre(
         &self,
         call: &mut Call<'_, 'py>,
@@ -46,8 +46,8 @@ pub trait Between<'py> {
         target: &Target<'_, 'py>,
     ) -> PyResult<()>;
 
-    /// Runs those of `forward` in a gap, returns the replaced output. `output`: None if the module did
-    /// not return: those with `always_call` run then.
+    /// Runs the `forward` hooks of a gap, returns the replaced output. `output`: None if the module
+    /// did not return; then only `always_call` hooks run.
     fn forward(
         &self,
         call: &mut Call<'_, 'py>,
@@ -70,8 +70,8 @@ impl FrameSlot for AroundSlot {
 /// the stand-ins for hooks that do not run again.
 pub struct Others<'py>(Option<Box<dyn Between<'py> + 'py>>);
 
-/// Hooks of a phase, those of torch first, then those of the call's own context and in between the
-/// others.
+/// Hooks of a phase in order: first torch's, then those of the calling context, with the gaps between
+/// them.
 pub fn in_order<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
     whole: Option<&'s Firing<'py>>,
@@ -98,8 +98,8 @@ pub fn in_order<'s, 'py>(
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Takes what runs between the hooks of a phase that begins; None if nothing does. The hooks of
-    /// others are those of the innermost frame that has some run in its calls.
+    /// Takes the hooks that run in the gaps of a phase that begins; None if there are none. They come
+    /// from the innermost frame that runs hooks of requests in its calls.
     pub(super) fn begin_around(
         &self,
         phase: Phase,

@@ -47,7 +47,7 @@ pub struct Collector {
     /// Id of the registry of the module whose call ends once all names have run.
     stop: Option<u64>,
     inference: AtomicBool,
-    /// True once values may be on their way that nobody waits for before they are read.
+    /// True once captures may be in transit from a GPU; the first reader waits for them.
     awaited: AtomicBool,
     /// True once a value of a transform of `torch.func` was stored.
     transformed: AtomicBool,
@@ -160,8 +160,8 @@ impl Collector {
         (store.kept[index].count, store.kept[index].dropped)
     }
 
-    /// Positions of all tokens of these values, row by row, in order; None if those of a value are not
-    /// known.
+    /// Positions of all tokens of these values, row by row, in order; None if the positions of one
+    /// value are unknown.
     fn tokens(&self, index: usize) -> Option<Vec<i64>> {
         let store = self.store.lock();
         let mut found = Vec::new();
@@ -175,7 +175,7 @@ impl Collector {
     }
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its
-    /// tensors: those of the backward passes that reached it.
+    /// tensors, which lists one gradient for each backward pass that reached it.
     fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Vec<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
         let gradient = |tensor: &KeptTensor| {
@@ -285,8 +285,8 @@ impl Collector {
         Py::new(py, fresh)
     }
 
-    /// Reads the last value of a name if it is a tensor that can be given out as it is stored: one that
-    /// nobody changed, nobody copies, and that is no part of a batch.
+    /// Reads the last value of a name if it can be returned as stored: an unchanged tensor that needs
+    /// no copy and is no part of a batch.
     pub fn plain<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
         if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) || self.transformed() {
             return Ok(None);
@@ -327,7 +327,7 @@ impl Collector {
         self.store.lock().calls.end();
     }
 
-    /// Returns a number for the value of a call, by which its gradients find it.
+    /// Returns a serial number for the value of a call; its gradients find the value with it.
     pub fn next_serial(&self) -> u64 {
         if !self.gradients {
             return 0;
@@ -371,8 +371,8 @@ impl Collector {
             .collect()
     }
 
-    /// Stores a value in place of those that it was put together of: it is made once, and the tensors of
-    /// the batches are released.
+    /// Stores a joined value in place of its parts: they are joined once, and the tensors of the
+    /// batches are released.
     fn replace(&self, index: usize, views: &[View<'_>], joined: &Joined<'_>) -> PyResult<()> {
         // A gradient finds its tensor by its call.
         if self.gradients || !joined.copied {
@@ -386,9 +386,9 @@ impl Collector {
         Ok(())
     }
 
-    /// Copies the tokens of a call that are left, to release the memory of those that ran again.
+    /// Copies the remaining tokens of a call, to release the memory of tokens that ran again.
     fn shrink(&self, index: usize, view: &View<'_>) -> PyResult<()> {
-        // Not if it was changed, which its reader is told; nor if it may be on its way from a GPU.
+        // Not a changed value, whose reader gets an error; nor one in transit from a GPU.
         if self.convert.is_some() || !view.is_current()? {
             return Ok(());
         }
@@ -454,8 +454,8 @@ impl Collector {
         }
     }
 
-    /// Stores the gradient of one backward pass with its tensor. Returns it if nobody wants it any
-    /// more, to be dropped.
+    /// Stores the gradient of one backward pass with its tensor. Returns a gradient whose value is
+    /// gone, to be dropped.
     pub fn put_gradient(
         &self,
         slot: &TensorSlot,
@@ -516,7 +516,7 @@ impl Collector {
     }
 
     /// True if the tokens of several calls are read as one value, where their positions are known. Not
-    /// if it has gradients, which are those of a call.
+    /// with gradients, which belong to one call.
     pub fn joins(&self) -> bool {
         self.keep == 1 && !self.gradients
     }

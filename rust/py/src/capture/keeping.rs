@@ -18,7 +18,7 @@ use crate::torch::tensors::{
 };
 use crate::torch::transforms;
 
-/// Stores `value` under a name; `shared`: its tensors may be views of those of a whole batch.
+/// Stores `value` under a name; `shared`: its tensors may be views of the tensors of a whole batch.
 pub fn record<'py>(
     collector: &Bound<'py, Collector>,
     index: usize,
@@ -111,7 +111,7 @@ impl KeepAgain {
 }
 
 impl Again for KeepAgain {
-    /// Taps the gradients of the tensors, where those of the forward will get none.
+    /// Taps the gradients of the recomputed tensors, since the forward's own will get none.
     fn run<'py>(
         &self,
         value: &Bound<'py, PyAny>,
@@ -134,7 +134,7 @@ impl Again for KeepAgain {
         let mut tapped = Vec::new();
         for_each_tensor(&value, &mut |tensor| {
             if collector.get().keeps_graph() {
-                // What the forward saved for backward has to be saved again.
+                // Save again what the forward saved for backward.
                 drop(collector.get().keep_tensor(tensor)?);
             }
             let position = tapped.len();
@@ -212,14 +212,14 @@ impl<'a, 'py> Keeping<'a, 'py> {
     fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let this = self.collector.get();
         let mut kept = this.keep_tensor(tensor)?;
-        // What is counted is what is kept alive; and a copy made later may miss autograd's graph.
+        // The byte count covers the memory kept alive; and a later copy may miss autograd's graph.
         if self.shared && (this.counts() || requires_grad(&kept)?) {
             kept = owned(&kept)?;
         }
         let (kept, mut version) = this.checked(kept)?;
         let mut stored = kept.clone();
         if transforms::active(tensor.py())? {
-            // The tensor inside, which outlives the transform and is what is written in place.
+            // The tensor inside outlives the transform, and writes in place go to it.
             stored = transforms::physical(&kept)?;
             this.note_transform();
             if version.is_some() {

@@ -1,4 +1,4 @@
-//! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
+//! `RequestBase`: the frame of one request of a prepared plan, and its captures.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -121,7 +121,7 @@ impl RequestBase {
     }
 
     /// Sets the tokens at each of the plan's positions, tensors of bools. In the calls of a batch; or,
-    /// with what is known of its `tokens`, in the call that begins on this thread.
+    /// with the `tokens` of a call, in the call that begins on this thread.
     ///
     /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
     #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
@@ -168,8 +168,8 @@ impl RequestBase {
         Membership::set_prompts(slf.as_super().get(), lengths.into());
     }
 
-    /// Numbers of tokens of its prompts, as it was opened with or the last batch with `lengths` for it
-    /// had them; none if nobody said.
+    /// Numbers of tokens of its prompts, as passed when it was opened or by its last batch with
+    /// `lengths` for it; empty if unknown.
     #[getter]
     fn prompt_lengths(slf: &Bound<'_, Self>) -> Vec<i64> {
         Membership::prompts(slf.as_super().get()).to_vec()
@@ -185,8 +185,8 @@ impl RequestBase {
 }
 
 impl RequestBase {
-    /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they are
-    /// not those of the batch.
+    /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they
+    /// differ from the rows of the batch.
     pub fn chosen(slf: &Bound<'_, Self>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
         let py = slf.py();
         let Some(masks) = Membership::masks(slf.as_super().get()) else {
@@ -273,7 +273,7 @@ impl Source {
     ) -> PyResult<Option<Stored<'py>>> {
         let py = value.py();
         let tokens = turn.and_then(Tokens::of);
-        // Only a member of a batch has tokens: its tensors may be views of those of all.
+        // Only a member of a batch has tokens: its tensors may be views of the whole batch's.
         let shared = tokens.is_some();
         let positions = tokens.and_then(|it| it.positions.clone());
         let Some(place) = &self.place else {

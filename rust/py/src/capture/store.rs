@@ -27,8 +27,8 @@ pub struct KeptTensor {
 }
 
 impl KeptTensor {
-    /// A copy that a reader made just now, and that shares memory with nobody; `checks`: only its
-    /// readers can write to it, and reading it again tells. None if no later reader may have it.
+    /// Copy that a reader just made and that shares no memory. `checks`: a version tag detects
+    /// writes, which only its readers can make. None if no later reader may have it.
     pub fn copied(tensor: &Bound<'_, PyAny>, checks: bool) -> PyResult<Option<Self>> {
         let Some(order) = StreamOrder::of(&PyTuple::new(tensor.py(), [tensor])?)? else {
             return Ok(None);
@@ -47,7 +47,7 @@ impl KeptTensor {
         }))
     }
 
-    /// Returns what is read of it.
+    /// Returns the tensor for a reader.
     pub fn stored<'py>(&self, py: Python<'py>) -> StoredTensor<'py> {
         StoredTensor {
             value: self.value.bind(py).clone(),
@@ -73,7 +73,7 @@ impl StoredTensor<'_> {
         })
     }
 
-    /// Orders the current stream, which is about to read it, among those of its GPU.
+    /// Orders the current stream, which is about to read the tensor, after its earlier uses.
     pub fn begin_read(&self) -> PyResult<()> {
         self.order.begin_use(self.value.py())?;
         made::read(&self.value)
@@ -81,7 +81,7 @@ impl StoredTensor<'_> {
 }
 
 pub struct Gradient {
-    /// Those of each backward pass, whose sum it is: a copy to the CPU may be on its way.
+    /// Gradients of the backward passes, to be summed; copies to the CPU may be on their way.
     pub passes: Vec<Py<PyAny>>,
     pub bytes: usize,
 }
@@ -150,7 +150,7 @@ impl Kept {
         same && self.value.is(&view.stored)
     }
 
-    /// Replaces the value by a copy that shares memory with nobody. Returns what it replaces.
+    /// Replaces the value by a copy that shares no memory. Returns the former value.
     fn own(&mut self, copy: &Bound<'_, PyAny>, tensors: Vec<KeptTensor>) -> Self {
         let own = Self {
             serial: self.serial,
@@ -185,7 +185,7 @@ impl<'py> View<'py> {
         Ok(true)
     }
 
-    /// Orders the current stream, which is about to read it, among those of its GPU.
+    /// Orders the current stream, which is about to read the tensors, after their earlier uses.
     pub fn begin_read(&self) -> PyResult<()> {
         self.tensors.iter().try_for_each(StoredTensor::begin_read)
     }
@@ -197,7 +197,7 @@ impl<'py> View<'py> {
             .is_none_or(|rows| rows.covered.get(tensor) == Some(&true))
     }
 
-    /// Returns the rows, which may share memory with those of others.
+    /// Returns the rows, which may be a view of the batch's tensor.
     pub fn narrowed(&self) -> PyResult<Bound<'py, PyAny>> {
         match &self.rows {
             Some(rows) => rows.narrow(&self.stored, |tensor| Ok(tensor.clone())),
@@ -213,8 +213,8 @@ impl<'py> View<'py> {
         }
     }
 
-    /// Copies the rows, so that they share memory with nobody, and stores the copy in place of the
-    /// value, if later readers may have it: it is made once, and the tensor of the batch is released.
+    /// Copies the rows out of the batch's tensor. If later readers may have the copy, it replaces the
+    /// stored value: the copy is made once, and the tensor of the batch is released.
     pub fn owned(
         &self,
         index: usize,
@@ -243,9 +243,9 @@ impl<'py> View<'py> {
 
 /// Place of a tensor in a store.
 pub struct TensorSlot {
-    /// That of the name.
+    /// Index of the name.
     pub index: usize,
-    /// That of the call's value.
+    /// Serial number of the call's value.
     pub serial: u64,
     pub position: usize,
 }
@@ -253,12 +253,12 @@ pub struct TensorSlot {
 /// Values of one name.
 #[derive(Default)]
 pub struct Values {
-    /// Those of its last calls, the oldest first. Of one that is put together of many calls, those
+    /// Values of the last calls, the oldest first. For a value joined from many calls, only the calls
     /// with tokens that are the last at their position.
     pub calls: VecDeque<Kept>,
     /// Number of calls so far.
     pub count: usize,
-    /// Number of these whose values made way for those of later calls.
+    /// Number of these calls whose values were dropped for later ones.
     pub dropped: usize,
     /// Last position of each row so far.
     ends: Vec<Position>,
@@ -269,7 +269,7 @@ enum Fate {
     Stays,
     /// Another one takes its place.
     Goes,
-    /// Some of its tokens ran again: the positions of those that are left, and the bytes of the others.
+    /// Some of its tokens ran again: the positions of the remaining tokens, the bytes of the others.
     Partly(TokenPositions, usize),
 }
 
@@ -280,7 +280,7 @@ pub struct Replacing {
     oldest: usize,
     /// Of the values after them, in order; the rest stays.
     fates: Vec<Fate>,
-    /// Number of calls whose tokens are no longer those of the value.
+    /// Number of calls with no token left in the value.
     dropped: usize,
     /// Number of bytes of what goes.
     pub freed: usize,
@@ -308,7 +308,7 @@ impl Replacing {
 }
 
 impl Values {
-    /// Finds what a new value replaces; `keep`: number of calls that are stored.
+    /// Finds the values that a new one replaces; `keep`: number of calls that are stored.
     pub fn replaced_by(&self, new: &Kept, keep: usize) -> Replacing {
         let positions = new.positions.as_ref().filter(|_| keep == 1);
         let of_same = |positions: &&TokenPositions| {
@@ -362,7 +362,7 @@ impl Values {
         self.replace(replacing)
     }
 
-    /// Does what becomes of the stored values. Returns those that go.
+    /// Applies `Replacing` to the stored values. Returns the dropped ones.
     fn replace(&mut self, Replacing { oldest, fates, .. }: Replacing) -> Vec<Kept> {
         let mut replaced: Vec<_> = self.calls.drain(..oldest).collect();
         if fates.is_empty() {
@@ -386,7 +386,7 @@ impl Values {
         replaced
     }
 
-    /// Stores a value. Returns those that it replaces, to be dropped without a lock.
+    /// Stores a value. Returns the replaced ones, to be dropped without a lock.
     pub fn put(&mut self, new: Kept, replacing: Replacing) -> Vec<Kept> {
         self.count += 1;
         self.dropped += replacing.dropped;

@@ -44,7 +44,7 @@ impl Default for FrameId {
 pub struct Frame {
     id: FrameId,
     tag: Option<Py<PyAny>>,
-    /// Frame whose hooks fire too: that of a prepared plan, which is never entered itself.
+    /// Frame whose hooks fire too: the one of a prepared plan, which is never entered itself.
     shared: Option<Py<Self>>,
     modules: Mutex<Modules>,
     /// Changes under the lock of `modules`.
@@ -60,7 +60,7 @@ pub struct Frame {
     attachments: Releases,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
-    /// Changes of its own hooks.
+    /// Changes of its own hooks, without the shared frame's.
     changes: Arc<Changes>,
     /// Value of the tag's `begin`, called when it first joined a batch.
     begun: OnceLock<Py<PyAny>>,
@@ -103,12 +103,12 @@ impl Frame {
         }
     }
 
-    /// Changes of its own hooks.
+    /// Changes of its own hooks, without the shared frame's.
     pub fn changes(&self) -> &Arc<Changes> {
         &self.changes
     }
 
-    /// Number of changes of its own hooks and of those that it shares.
+    /// Number of changes of its hooks and of the shared frame's.
     pub fn change_count(&self) -> u64 {
         let shared = self.shared.as_ref().map(|it| it.get().changes.count());
         self.changes.count() + shared.unwrap_or_default()
@@ -247,7 +247,7 @@ impl Frame {
         let _ = self.error.set(copied(py, error));
     }
 
-    /// True if it has hooks besides those that it shares.
+    /// True if it has hooks besides the shared frame's.
     pub fn has_own_hooks(&self) -> bool {
         let modules = self.modules.lock();
         let mut own = modules.hooks.values();

@@ -1,4 +1,4 @@
-//! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
+//! `BatchBase`: a frame whose calls serve many requests, one or more rows each.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -36,7 +36,7 @@ static SITES: AtomicUsize = AtomicUsize::new(0);
 const CAPTURING: &str = "a CUDA graph is being captured, and no replay enters a batch: open \
     `fh.rows.sites` of the model, capture the graph outside of batches, and enter one for each replay";
 
-/// Counts sites that are opened, and those that are closed.
+/// Counts open sites.
 pub fn count_sites(opened: bool) {
     // Relaxed: see `BatchBase::__enter__`.
     if opened {
@@ -46,7 +46,7 @@ pub fn count_sites(opened: bool) {
     }
 }
 
-/// Returns a member of a batch; raises for what is none.
+/// Returns `frame` as a member of a batch; raises if it cannot be one.
 fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Member> {
     if frame.cast::<BatchBase>().is_ok() {
         let message = "a batch is no member of another".to_owned();
@@ -72,13 +72,13 @@ pub struct BatchBase {
     selections: Selections,
     /// True if a member had hooks that run Python, which may write in place, as it was entered.
     python: AtomicBool,
-    /// Modules with rows of their own, by address.
+    /// Modules with their own row layout, by address.
     gathered: FxHashMap<usize, Gathered>,
     modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
     in_sites: AtomicBool,
-    /// True if it attaches hooks of its own as it is entered.
+    /// True if entering it attaches hooks to modules.
     attaches: AtomicBool,
     /// Number of changes of the members' hooks while it is entered.
     epoch: Arc<AtomicU64>,
@@ -183,13 +183,13 @@ impl BatchBase {
         let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
         let _ = self.size.set(size); // if it was known, it is the same
         let _former = self.positions.lock().replace(Arc::new(positions));
-        // Those of rows at the former positions.
+        // They chose rows at the former positions.
         self.selections.clear();
         Ok(())
     }
 
     /// Gives the members the lengths of their prompts, and finds the tokens of each at the positions
-    /// of its plan, for the calls from now on. But for those of padded rows, which Python finds.
+    /// of its plan, for the calls from now on. Python does so for padded rows.
     #[pyo3(name = "_place")]
     fn place(&self, py: Python<'_>) -> PyResult<()> {
         let positions = self.positions.lock().clone();
@@ -222,7 +222,7 @@ impl BatchBase {
     /// Has sites serve the plans of the members: their hooks fire in no call.
     ///
     /// Raises:
-    ///     RowsError: a member has hooks of its own; `member` is that one.
+    ///     RowsError: a member has extra hooks; `member` is that one.
     fn _serve(&self, py: Python<'_>) -> PyResult<()> {
         self.in_sites.store(true, Ordering::Release);
         self.members.iter().try_for_each(|member| {
@@ -274,7 +274,7 @@ impl BatchBase {
         self.members[member].fail_with(py, error)
     }
 
-    /// Modules with rows of their own.
+    /// Modules with their own row layout.
     #[getter]
     fn _gathered<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
         let modules = self.modules.iter().map(|it| it.bind(py).clone());
@@ -397,7 +397,7 @@ impl BatchBase {
         let (py, this) = (slf.py(), slf.get());
         let left = Frame::leave(slf.as_super());
         if left.is_err() {
-            // In another context: nobody may come who leaves it where it was entered.
+            // Left from the wrong context. Close now: the right one may never leave it.
             slf.as_super().get().close(py)?;
         }
         let members = &this.members;
@@ -446,8 +446,8 @@ impl BatchBase {
         })
     }
 
-    /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
-    /// which the first member has. The members have joined.
+    /// Starts to cache merged hooks. The first member has the cache of the last batch of the same
+    /// members and rows. The members have joined.
     fn start_remembering(&self) {
         let key = RememberedKey {
             members: self
@@ -562,7 +562,7 @@ impl BatchBase {
         })
     }
 
-    /// Selections of the rows in a module's tensors; None if it has rows of its own.
+    /// Selections of the rows in a module's tensors; None if it has its own row layout.
     pub fn selections(&self, layout: &Layout) -> Option<&Selections> {
         layout.is_of_batch().then_some(&self.selections)
     }
@@ -590,7 +590,8 @@ impl BatchBase {
         Ok(())
     }
 
-    /// Number of rows; without positions, `size` or a call of a member's model, those of members.
+    /// Number of rows; without positions, `size` or a call of a member's model, the sum of the
+    /// members' rows.
     pub fn rows(&self) -> usize {
         self.size.get().copied().unwrap_or(self.named)
     }

@@ -1,4 +1,4 @@
-//! Rows that the tensors of a module have: those of the batch, or its own.
+//! Row layout of a module's tensors: the rows of the batch, or the module's own.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ use crate::torch::is_tensor;
 pub struct Layout {
     pub dim: usize,
     pub size: usize,
-    /// Rows of each member, if the module has rows of its own; None: those of the batch.
+    /// Rows of each member, if the module has its own row layout; None: the rows of the batch.
     gathered: Option<Box<[(Rows, OwnRows)]>>,
 }
 
@@ -92,7 +92,7 @@ impl Gathered {
 }
 
 impl Layout {
-    /// That of a module whose rows are those of the batch.
+    /// Layout of a module with the rows of the batch.
     pub const fn of_batch(dim: usize, size: usize) -> Self {
         Self {
             dim,
@@ -101,8 +101,8 @@ impl Layout {
         }
     }
 
-    /// That of a module with matrices of the tokens of a batch: a row for each, those of a row of the
-    /// batch one behind the other.
+    /// Layout of a module with matrices of the tokens of a batch: a row for each token, the tokens of
+    /// one batch row after the other.
     pub fn of_matrices(members: &[Member], rows: usize, columns: usize) -> Self {
         let own = members.iter().map(|member| {
             let of_row = |BatchRow(row): BatchRow| row * columns..(row + 1) * columns;
@@ -116,7 +116,7 @@ impl Layout {
         }
     }
 
-    /// True if the rows are those of the batch.
+    /// True for the rows of the batch.
     pub const fn is_of_batch(&self) -> bool {
         self.gathered.is_none()
     }

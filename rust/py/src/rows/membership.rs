@@ -16,8 +16,7 @@ use crate::error::rows_error;
 use crate::rows::at::Masks;
 use crate::rows::calls::remembered::Remembered;
 
-/// What is kept with a frame of its rows: of the batches that it was a member of, and of the tokens of
-/// its forwards.
+/// Per-request row state of a frame: its batches, and the token positions of its running forwards.
 #[derive(Default)]
 pub struct Membership(Mutex<State>);
 
@@ -34,9 +33,9 @@ struct State {
     prompts: Arc<[i64]>,
     /// Tokens at the positions of its plan in the calls of its batch.
     masks: Option<Arc<Masks>>,
-    /// Those of the calls of the model that run.
+    /// State of the running calls of the model.
     calls: Calls<MemberCall>,
-    /// Those of the phases that are repeated: of the forward.
+    /// Masks of the forward whose phases are repeated.
     repeats: Calls<Arc<Masks>>,
 }
 
@@ -53,12 +52,12 @@ const SERVED: &str =
     "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
 
 impl Membership {
-    /// Returns that of a frame that joined a batch before.
+    /// Returns the state of a frame that joined a batch before.
     pub fn of(frame: &Frame) -> Option<&Self> {
         (frame.slot()? as &dyn Any).downcast_ref()
     }
 
-    /// Returns that of any frame but a batch.
+    /// Returns the state of any frame but a batch.
     fn of_any(frame: &Frame) -> Option<&Self> {
         let slot: &dyn Any = frame.slot_or(|| Box::new(Self::default()));
         slot.downcast_ref()
@@ -94,7 +93,7 @@ impl Membership {
         }
     }
 
-    /// Sets what is known of the innermost call on this thread.
+    /// Sets the state of the innermost call on this thread.
     pub fn set_call(frame: &Frame, call: MemberCall) {
         let former = Self::of(frame).and_then(|membership| {
             let mut state = membership.0.lock();
@@ -186,7 +185,7 @@ impl Membership {
         Ok(())
     }
 
-    /// Has sites serve the plan of a member, which gets no hook of its own until it parts.
+    /// Has sites serve the plan of a member, which cannot have extra hooks until it parts.
     pub fn serve(py: Python<'_>, frame: &Frame) -> PyResult<()> {
         if let Some(membership) = Self::of(frame) {
             membership.0.lock().in_sites = true;

@@ -5,9 +5,9 @@
 //! | [`BatchRow`] | the rows of the batch |
 //! | [`MemberPlace`] | the rows of one member in the batch |
 //! | [`TokenPlace`] | the tokens of one member in the tensors of a module |
-//! | [`Position`] | the tokens of a request, those of earlier steps included |
+//! | [`Position`] | the tokens of a request, earlier steps included |
 //!
-//! `Rows` are those of a tensor.
+//! `Rows` are rows of a tensor.
 
 use std::sync::Arc;
 
@@ -17,16 +17,16 @@ use crate::hooks::native::Turn;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct BatchRow(pub usize);
 
-/// Place of a row among those of its member in the batch.
+/// Place of a row among the batch rows of its member.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct MemberPlace(pub usize);
 
-/// Place of a token among those of its member in the tensors of a module: of one of its rows there,
-/// or of a column of its padded row.
+/// Place of a member's token in the tensors of a module: an index of its rows there, or a column of
+/// its padded row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TokenPlace(pub usize);
 
-/// Row of a token among those of its request, and its position.
+/// Row of a token in its request, and its position.
 pub type Token = (usize, Position);
 
 /// Position of a token in its request; negative for padding.
@@ -34,11 +34,11 @@ pub type Token = (usize, Position);
 pub struct Position(pub i64);
 
 impl Position {
-    /// That of a row that is nobody's.
+    /// Position of a row without an owner.
     pub const NOBODY: Self = Self(-1);
 }
 
-/// Rows of a member in the tensors of a module that has rows of its own.
+/// Rows of a member in the tensors of a module with its own row layout.
 #[derive(Clone)]
 pub enum OwnRows {
     Gathered {
@@ -52,7 +52,7 @@ pub enum OwnRows {
 }
 
 impl OwnRows {
-    /// Returns those that are among some of the member's rows of the batch, which are single tokens.
+    /// Returns the places of the member's tokens in `of_batch`, in which each row is a single token.
     pub fn among(&self, of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
         let Self::Gathered { places, .. } = self else {
             return in_tensors(of_batch);
@@ -63,7 +63,7 @@ impl OwnRows {
     }
 }
 
-/// Returns the places of a member's rows in tensors whose rows are those of the batch.
+/// Returns the places of a member's rows in tensors that have the rows of the batch.
 pub fn in_tensors(of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
     of_batch.iter().map(|place| TokenPlace(place.0)).collect()
 }
@@ -73,14 +73,14 @@ pub fn in_tensors(of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
 pub struct TokenPositions {
     /// By place.
     pub values: Arc<[Position]>,
-    /// Row of each token among those of its request; None if that has one row.
+    /// Row in the request of each token; None if the request has one row.
     pub rows: Option<Arc<[usize]>>,
     pub dims: TokenDims,
-    /// Id of the sequences that they are of, among those that run in a request; see [`OF_REQUEST`].
+    /// Id of the token sequences, which tells the sequences of one request apart; see [`OF_REQUEST`].
     pub sequences: u64,
 }
 
-/// Dimensions of tensors that are those of tokens.
+/// Which dimensions of a tensor index tokens.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum TokenDims {
     /// One, each row of which is a token.
@@ -93,7 +93,7 @@ pub enum TokenDims {
 pub const OF_REQUEST: u64 = 0;
 
 impl TokenPositions {
-    /// Those of the tokens at these places, in a dimension; None if one is out of range.
+    /// Returns the positions of the tokens at `places`, in a dimension; None if one is out of range.
     pub fn at(&self, places: &[TokenPlace], dim: usize) -> Option<Self> {
         let chosen = places.iter().map(|place| self.values.get(place.0).copied());
         let values = chosen.collect::<Option<_>>()?;
@@ -107,7 +107,7 @@ impl TokenPositions {
         })
     }
 
-    /// Those of single tokens along a dimension.
+    /// Positions of single tokens along a dimension.
     pub fn of_rows(values: Arc<[Position]>, dim: usize) -> Self {
         Self {
             values,
@@ -117,7 +117,7 @@ impl TokenPositions {
         }
     }
 
-    /// Those of padded rows, whose columns have these positions; `places`: of the rows among those of
+    /// Positions of padded rows, from the positions of their columns; `places`: the rows' places in
     /// the request.
     pub fn of_padded(positions: &Arc<[Position]>, columns: usize, places: &[MemberPlace]) -> Self {
         let of_row = |place: &MemberPlace| &positions[place.0 * columns..(place.0 + 1) * columns];
@@ -136,7 +136,7 @@ impl TokenPositions {
         }
     }
 
-    /// Those of a whole value; None for several padded rows, whose calls are not joined.
+    /// Positions of a whole value; None for several padded rows, whose calls are not joined.
     pub fn of_whole(self) -> Option<Self> {
         let several =
             self.rows.is_some() || matches!(self.dims, TokenDims::Padded(rows) if rows != 1);
@@ -178,12 +178,12 @@ impl TokenPositions {
 pub struct Tokens {
     /// None if they are not known.
     pub positions: Option<TokenPositions>,
-    /// None if its rows are those of the batch.
+    /// None if the module has the rows of the batch.
     pub own: Option<OwnRows>,
 }
 
 impl Tokens {
-    /// Returns those of a turn, if that is of a member of a batch.
+    /// Returns the part of a turn; None unless a member of a batch takes it.
     pub fn of<'a>(turn: &Turn<'a, '_>) -> Option<&'a Self> {
         turn.part?.downcast_ref()
     }

@@ -64,7 +64,7 @@ impl Given<'_> {
     }
 }
 
-/// Who changed what the hooks of a member got: for errors.
+/// Which hooks changed a member's value, for error messages.
 struct Trail<'a, 'py> {
     first: &'a Entry<Hook>,
     /// Each hook that returned something, and that.
@@ -97,7 +97,7 @@ impl<'a, 'py> Narrowed<'a, 'py> {
         self.given.iter().find(|given| given.whole.is(whole))
     }
 
-    /// Notes that a hook ran, and what it returned.
+    /// Records that a hook ran, and its result.
     pub fn note(
         &mut self,
         hook: &'a Entry<Hook>,
@@ -213,8 +213,8 @@ impl<'a, 'py> Value<'a, 'py> {
         needs: &Needs,
     ) -> PyResult<Narrowed<'a, 'py>> {
         let rows = self.layout.rows(self.batch.all(), member);
-        // A write of another member would make what is kept stale, though in other rows, and what
-        // autograd saves of it too. A hook that came after captures without copies gets copies itself.
+        // Another member's write bumps the version of a capture without a copy, and of a tensor that
+        // autograd saved, though it hits other rows. A hook after such captures gets copies itself.
         let kept = if self.batch.runs_python() {
             needs.keeps
         } else {
@@ -246,7 +246,7 @@ impl<'a, 'py> Value<'a, 'py> {
         })
     }
 
-    /// Narrows the tensors of a structure that have the rows to those of a member.
+    /// Narrows a structure's tensors to the rows of a member.
     pub fn narrow(
         &mut self,
         narrowed: &mut Narrowed<'a, 'py>,
@@ -314,8 +314,7 @@ impl<'a, 'py> Value<'a, 'py> {
         })
     }
 
-    /// Collects the rows that a member changed: those returned, and those of copies written in
-    /// place.
+    /// Collects the rows that a member changed: returned ones, and copies that it wrote to in place.
     pub fn take(
         &mut self,
         narrowed: &Narrowed<'a, 'py>,
@@ -359,8 +358,8 @@ impl<'a, 'py> Value<'a, 'py> {
         )
     }
 
-    /// Compares what hooks returned with what they got: for each tensor of the value the new rows, None
-    /// if they are the ones given. The error is what is wrong with them.
+    /// Compares a hook's result with its input: for each tensor of the value the new rows, or None if
+    /// they are the input itself. The error says how the result is malformed.
     fn returned(
         &self,
         narrowed: &Narrowed<'a, 'py>,
@@ -400,13 +399,13 @@ impl<'a, 'py> Value<'a, 'py> {
         }
     }
 
-    /// Takes what a member wrote in place to the arguments of a call whose output it took already.
+    /// Takes a member's writes in place to the arguments of a call whose output it took already.
     pub fn take_arguments(&self, narrowed: &Narrowed<'a, 'py>) -> PyResult<()> {
         self.take_written(narrowed, &mut [])
     }
 
-    /// Writes what a member wrote to copies of its rows where it would have written alone; or, for a
-    /// tensor that nobody else can see yet, has it replaced.
+    /// A member wrote to copies of its rows: writes them where it would have written without a batch;
+    /// or has a tensor replaced that no other code can see yet.
     fn take_written(
         &self,
         narrowed: &Narrowed<'a, 'py>,
