@@ -81,8 +81,8 @@ impl<H> Handle<H> {
         self.state.inside()
     }
 
-    /// Waits until no thread is inside the hook; with [`Handle::remove`] before it, what the hook
-    /// uses can be freed afterwards.
+    /// Waits until no thread is inside the hook. After [`Handle::remove`] and this, resources of the
+    /// hook can be freed.
     ///
     /// # Errors
     ///
@@ -105,7 +105,7 @@ impl<H> Handle<H> {
         Some(read(&entry.hook))
     }
 
-    /// Moves the hook among those of its phase; phases that have begun keep their order.
+    /// Moves the hook in the order of its phase; phases that have begun keep their order.
     pub fn set_priority(&self, priority: i64) {
         if let Some(registry) = self.registry.upgrade() {
             registry.set_priority(&self.state, priority);

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 /// Continues the CRC-32 `value` over a buffer, as `zlib.crc32` does, with the processor's
 /// carry-less multiplication where it has one.
 ///
-/// The interpreter is released: nobody may write to the buffer meanwhile.
+/// The interpreter is released: no other thread may write to the buffer meanwhile.
 #[pyfunction]
 #[pyo3(signature = (data, value=0, /))]
 pub fn crc32(py: Python<'_>, data: PyBuffer<u8>, value: u32) -> PyResult<u32> {
@@ -21,7 +21,7 @@ pub fn crc32(py: Python<'_>, data: PyBuffer<u8>, value: u32) -> PyResult<u32> {
         return Ok(value); // its pointer may be null
     }
     // SAFETY: `data` keeps the memory exported until this function returns, contiguous, of that
-    // many bytes. By the contract above nobody writes to it.
+    // many bytes. By the contract above no thread writes to it.
     let bytes = unsafe { slice::from_raw_parts(data.buf_ptr().cast::<u8>(), data.len_bytes()) };
     Ok(py.detach(|| {
         let mut hasher = Hasher::new_with_initial(value);

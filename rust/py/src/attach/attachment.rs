@@ -133,7 +133,7 @@ impl Attachment {
 
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
-    /// The options are those of `ferrohook.register`; `names` are those of the modules,
+    /// The options are the same as in `ferrohook.register`; `names` are the names of the modules,
     /// `entry` is the number of the hook's entry in a plan.
     ///
     /// Returns:

@@ -44,7 +44,7 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
 }
 
 /// Gives an instrumented module its plain class back and takes its dispatcher out, for callers that
-/// hold the lock. The inner result is that of the change of class.
+/// hold the lock. The inner result says whether the class could be changed.
 fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResult<PyResult<()>> {
     let py = module.py();
     let restored = instrumented_from(module)?.map_or(Ok(()), |plain| {
@@ -153,7 +153,7 @@ struct OneAtATime {
 impl Drop for OneAtATime {
     fn drop(&mut self) {
         let mut locks = LOCKS.lock();
-        // The map's and the guard's: nobody else waits, or holds it further out.
+        // The map's and the guard's: no other thread waits, and no outer frame holds it.
         if Arc::strong_count(ArcReentrantMutexGuard::remutex(&self.lock)) == 2 {
             locks.remove(&self.module);
         }
@@ -276,8 +276,8 @@ pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>>
     Ok(dispatcher.map(|dispatcher| dispatcher.get().refer(reference)))
 }
 
-/// True for modules that are never instrumented: wrappers have a registry of their own, and
-/// `HookedRootModule.wrap` uses that of the model inside.
+/// True for modules that are never instrumented: wrappers have their own registry, and
+/// `HookedRootModule.wrap` uses the registry of the wrapped model.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     static WRAPPER: Once<Py<PyType>> = Once::new();
     let wrapper = WRAPPER.import(

@@ -12,14 +12,14 @@ use crate::error::{hook_error, rows_error};
 use crate::rows::batch::{BatchBase, count_sites};
 
 /// Base of sites: a context manager that closes them at exit.
-// Native: in Python, Ctrl-C might land between the start of a method and what it does.
+// Native: in Python, Ctrl-C might land between the start of a method and its effect.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct SitesBase {
     /// Hooks of the sites, which are removed as they are closed.
     #[pyo3(get, name = "_attachment")]
     attachment: Py<Attachment>,
     serving: Mutex<Serving>,
-    /// True while they are counted among those that are open.
+    /// True while they are counted as open.
     counted: AtomicBool,
 }
 
@@ -73,7 +73,7 @@ impl SitesBase {
         Some(serving.batch.as_ref()?.bind(py).clone())
     }
 
-    /// Counts the sites among those that are open, until they are closed.
+    /// Counts the sites as open, until they are closed.
     fn _count(&self) {
         // Relaxed: see `BatchBase::__enter__`.
         if !self.counted.swap(true, Ordering::Relaxed) {

@@ -81,7 +81,7 @@ impl HookedBase {
     }
 }
 
-/// True for a hook that torch looks for in its dicts: those of prune, `weight_norm` and
+/// True for a hook that torch looks up in its own dicts: hooks of prune, `weight_norm` and
 /// `spectral_norm`, and the observers of quantisation, which are functions.
 #[pyfunction]
 pub fn keeps_state_in_torch_hooks(hook: &Bound<'_, PyAny>) -> PyResult<bool> {

@@ -50,7 +50,7 @@ impl<'py> Tap<'py> {
         let phases = [Phase::BackwardPre, Phase::Backward];
         for ((phase, hooks), fires) in phases.into_iter().zip([&mut pre, &mut full]).zip(fires) {
             if fires {
-                // In a repeat they are those of the forward, whatever closed since.
+                // A repeat takes the forward's frames, even if some closed since.
                 let repeats = Regions::current(py)?.is_some_and(|it| it.get().repeating());
                 let open = |it| {
                     if repeats {
@@ -228,7 +228,7 @@ fn checked<'py>(
     if result.is_none() {
         return Ok(None);
     }
-    // PyTorch's signature allows a lone tensor; its length would be that of its first dimension.
+    // PyTorch's signature allows a lone tensor; `len` would return the size of its first dimension.
     let result = if torch::is_tensor(&result)? {
         PyTuple::new(result.py(), [result])?.into_any()
     } else {

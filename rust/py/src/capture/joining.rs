@@ -9,8 +9,8 @@ use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Token, TokenDims, TokenPositions};
 use crate::torch::tensors::{copied, for_each_tensor, map_tensors, outside_inference, owned};
 
-/// Value that is put together of those of many calls: tensors with a row for each token, in order of
-/// position. What has no tokens is that of the last call.
+/// Value joined from many calls: tensors with a row for each token, in order of position. Parts
+/// without tokens come from the last call.
 pub struct Joined<'py> {
     pub value: Bound<'py, PyAny>,
     positions: TokenPositions,
@@ -178,8 +178,8 @@ fn tokens_first<'py>(
 }
 
 impl Values {
-    /// Stores a value in place of those that it was put together of, if these are stored still. Returns
-    /// what is not stored any more, to be dropped without a lock.
+    /// Stores a joined value in place of its parts, if they are still stored. Returns the tensors to
+    /// drop without a lock: the former parts', or the new ones if a part is gone.
     pub fn join(
         &mut self,
         views: &[View<'_>],

@@ -34,7 +34,7 @@ pub struct Recorder {
     pub inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
     pub part: Option<Py<PyAny>>,
-    /// Number of its own place among the hooks; None: behind them all.
+    /// Its position in the order of hooks; None: after all of them.
     pub place: Option<u64>,
 }
 
@@ -128,7 +128,7 @@ impl Recorder {
         self.source.keep(owner, self.index, &part, turn)
     }
 
-    /// Returns what the repeat of a checkpointed forward does with a stored value; None for nothing.
+    /// Returns the action of a repeated checkpointed forward on a stored value; None if it has none.
     pub fn again(&self, stored: Stored<'_>) -> PyResult<Option<Arc<dyn Again>>> {
         let py = stored.collector.py();
         let part = CapturedPart {
@@ -164,7 +164,7 @@ impl Recorder {
 
 /// Runs an operator in a compiled region: the recorders with this key that fire in this context for
 /// the module with this registry id record a copy of the tensor, as compiled code may reuse it.
-/// With `whole` the value is that of the module, which is recorded as in an eager call.
+/// With `whole` the value is the module's, and is recorded as in an eager call.
 #[pyfunction]
 #[pyo3(signature = (module, phase, key, value, *, whole = false))]
 pub fn record(

@@ -1,5 +1,5 @@
-//! Recorders as native hooks: alone, or those of many members of a batch, which store a value once, by
-//! reference or as one selection of rows; each member reads its own rows of it.
+//! Recorders as native hooks, for one call or for many members of a batch. Members share one stored
+//! value, a reference or a selection of rows; each reads its own rows of it.
 
 use std::sync::Arc;
 
@@ -96,8 +96,8 @@ impl CaptureGroup {
                 let collector = this.source.of_owner(py, Some(&owner))?;
                 let positions = (shared.positions)(*number);
                 let all = &self.selection.rows;
-                // Counted are the bytes that it keeps alive: a copy of these rows alone. Where not all
-                // can be taken together, or have the part, each is told its own error.
+                // The bytes that it keeps alive are counted: a copy of these rows only. Where the
+                // members differ, or lack the part, each gets its own error.
                 if let Ok(part) = &part
                     && !collector.get().counts()
                     && let Ok(stored) = together
@@ -118,7 +118,7 @@ impl CaptureGroup {
     }
 }
 
-/// Raises unless the tensors of a part are those of the value, or a sum of them: an index of a tensor
+/// Raises unless a part consists of tensors of the value, or is a sum of them: an index of a tensor
 /// counts the rows of each member.
 fn of_structure<'py>(
     recorder: &Bound<'py, Recorder>,
@@ -223,7 +223,7 @@ impl<'py> MemberCapture<'py> {
         })
     }
 
-    /// Returns the rows of a member, `start` rows behind those of the first one.
+    /// Returns the rows of a member, which start `start` rows after the first member's.
     fn of_member(
         &self,
         collector: &Bound<'py, Collector>,

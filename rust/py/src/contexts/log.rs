@@ -15,7 +15,7 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::Again;
 use crate::hooks::site::Site;
 
-/// Raises what the hook raised.
+/// Raises the hook's exception again.
 struct Raises(PyErr);
 
 impl Again for Raises {
@@ -29,8 +29,8 @@ impl Again for Raises {
     }
 }
 
-/// Frame that a log names. Weak: autograd's graph, which owns the log, may outlive the frame, or be
-/// kept alive by what it captured.
+/// Frame that a log names. Weak: autograd's graph, which owns the log, may outlive the frame; and
+/// captures in the frame may keep the graph alive.
 pub struct FrameRef {
     pub id: FrameId,
     frame: Py<PyWeakrefReference>,
@@ -79,7 +79,7 @@ pub type KeptHook<'py> = (Arc<Entry<Hook>>, Option<Bound<'py, Frame>>);
 /// Hook, by its id, and the owner that it fires for.
 pub type HookKey = (HookId, Option<FrameId>);
 
-/// A hook in one phase of a call, and what it did.
+/// A hook in one phase of a call, and its effect.
 pub struct Logged {
     /// Weak: a log keeps no hook.
     entry: Weak<Entry<Hook>>,
@@ -470,7 +470,7 @@ impl<'py> PhaseRun<'py> {
         }
     }
 
-    /// Raises what a member failed with in the forward.
+    /// Raises the error with which a member failed in the forward.
     pub fn fail_again(&self, member: &Frame, py: Python<'_>) -> PyResult<()> {
         let Some(replay) = &self.replay else {
             return Ok(());

@@ -196,8 +196,8 @@ impl Repeat {
         hook.owner.is_some_and(entered) || self.registered.lock().contains(&hook.entry.id())
     }
 
-    /// Returns the hooks that run at a phase of a call, by its log, if it has one. `live`: those of any
-    /// other call.
+    /// Returns the hooks that run at a phase of a call: the logged ones, if it has a log. `live`: hooks
+    /// of a call outside a repeat.
     fn firing<'py>(
         &self,
         py: Python<'py>,
@@ -284,7 +284,7 @@ impl Regions {
         variable_of(py, &VARIABLE, c"ferrohook_regions", none)
     }
 
-    /// Returns those of this context; None if none is open.
+    /// Returns the regions of this context; None if none is open.
     pub fn current(py: Python<'_>) -> PyResult<Option<Bound<'_, Self>>> {
         if !any_open() {
             return Ok(None);
@@ -317,7 +317,7 @@ impl Regions {
         }
     }
 
-    /// Takes the hooks of a phase of a call that begins. `live`: those of any other call.
+    /// Takes the hooks of a phase of a call that begins. `live`: hooks of a call outside a repeat.
     pub fn begin<'py>(
         &self,
         module: &Bound<'py, PyAny>,
@@ -367,7 +367,7 @@ impl Regions {
         self.repeat.is_some()
     }
 
-    /// Takes the hooks of a trace. `live`: those of any other trace.
+    /// Takes the hooks of a trace. `live`: hooks of a trace outside a repeat.
     pub fn traced<'py>(
         &self,
         py: Python<'py>,

@@ -57,7 +57,7 @@ pub struct InterventionBase {
     pub part: Option<Py<PyAny>>,
     /// Width of the vector: the last dimension of the tensors that it fits.
     pub width: Option<usize>,
-    /// True if the vector has rows of its own, which must not widen `x`.
+    /// True if the vector has rows, which must not widen `x`.
     has_rows: bool,
     /// True if the vector is complex.
     pub complex: bool,
@@ -281,7 +281,7 @@ impl<'py> Change<'_, 'py> {
         let (around, last) = last_step(part)?;
         let inner = part_of(value, &around).map_err(|cause| self.no_part(value, part, cause))?;
         if let Some((hidden, residual)) = summed(&inner, &last) {
-            // The hidden state alone takes what is added to the sum.
+            // An addition to the sum changes only the hidden state.
             let adds = self.intervention.get().operation == Operation::Add;
             let changed = tensor(&hidden, (!adds).then_some(&residual))?;
             let first = 0_usize.into_pyobject(self.py())?.into_any();

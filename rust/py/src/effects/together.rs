@@ -1,5 +1,5 @@
-//! Interventions as native hooks: alone, or those of many members of a batch as one operation, by a
-//! table of vectors and the place in it of each row.
+//! Interventions as native hooks, for one call or for many members of a batch. Members share one
+//! operation, with a table of vectors and the index in it of each row.
 
 use std::sync::Arc;
 
@@ -175,7 +175,7 @@ impl InterventionGroup {
         Ok(copy)
     }
 
-    /// Applies each intervention to its rows, those of the selection in order.
+    /// Applies each intervention to its rows, in the order of the selection.
     fn of_rows<'py>(
         &self,
         change: &Change<'_, 'py>,

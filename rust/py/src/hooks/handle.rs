@@ -25,7 +25,7 @@ pub struct HookHandle {
 }
 
 impl HookHandle {
-    /// Makes the handle of a hook; `changes`: those of its frame.
+    /// Makes the handle of a hook; `changes`: change counter of its frame.
     pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>) -> Self {
         Self { hook, changes }
     }
@@ -75,8 +75,8 @@ impl HookHandle {
         failure.filter(|_| !self.hook.enabled())
     }
 
-    /// Number of the hook's calls that have returned or raised, those of a checkpointed forward that
-    /// backward repeats included.
+    /// Number of the hook's calls that have returned or raised, including calls in a checkpointed
+    /// forward that backward repeats.
     #[getter]
     fn calls(&self) -> u64 {
         self.hook.calls()

@@ -20,7 +20,7 @@ pub struct Hook {
     rare: Option<Box<Rare>>,
     /// Where it was registered, if for everybody.
     pub place: Option<Origin>,
-    /// The module, if the hook has one of its own for it or is of a plan.
+    /// The module, if the hook is specific to one or belongs to a plan.
     module: Option<Box<ForModule>>,
 }
 
@@ -161,7 +161,7 @@ impl Hook {
         own.unwrap_or(&self.object)
     }
 
-    /// Name of the module, if the hook has one of its own for it or is of a plan.
+    /// Name of the module, if the hook is specific to one or belongs to a plan.
     pub fn module_name(&self) -> Option<&str> {
         Some(&self.module.as_ref()?.name)
     }

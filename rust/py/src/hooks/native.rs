@@ -14,8 +14,8 @@ use crate::error::{hook_type_error, type_name};
 
 /// Stand-in, in a repeated forward, for a native hook that only observed.
 pub trait Again: Send + Sync {
-    /// Runs for the value that the hook would get, in a call with these arguments. Returns what a
-    /// repeat of this run does; None for nothing.
+    /// Runs with the hook's value, in a call with these arguments. Returns the action of a repeat of
+    /// this run; None if it has none.
     fn run<'py>(
         &self,
         value: &Bound<'py, PyAny>,
@@ -43,7 +43,7 @@ pub struct Turn<'a, 'py> {
     pub took: Option<Duration>,
     /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.
     pub owner: Option<&'a Bound<'py, PyAny>>,
-    /// For a value that is somebody's part of a call: what is known of it.
+    /// As `Call::part`.
     pub part: Option<&'a dyn Any>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,

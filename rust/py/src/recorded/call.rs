@@ -265,7 +265,7 @@ fn first_of<'py>(
     first.unwrap_or_else(|| args.py().None().into_bound(args.py()))
 }
 
-/// Returns all in-flight calls, also those that record nothing: a layer on a worker thread may
+/// Returns all in-flight calls, also ones that record nothing: a layer on a worker thread may
 /// belong to one.
 #[pyfunction]
 pub fn calls_in_progress(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
@@ -280,7 +280,7 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
 
 /// The in-flight calls of the current context.
 ///
-/// Dynamo guards on what it reads from attributes; `ContextVar.get` it traces only since torch 2.14.
+/// Dynamo guards on attributes that it reads; it traces `ContextVar.get` only since torch 2.14.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct InFlight;
 

@@ -15,8 +15,8 @@ use crate::error::rows_error;
 use crate::rows::mask::Mask;
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPositions, in_tensors};
 
-/// Positions in a request, as `At` of Python: a name, an int, a slice, or a function from the
-/// positions of tokens, a list, to the places of those that it chooses.
+/// Positions in a request, as `At` of Python: a name, an int, a slice, or a function that gets the
+/// list of the tokens' positions and returns the places of the chosen ones.
 pub struct At {
     given: Py<PyAny>,
     kind: PositionsKind,
@@ -173,7 +173,7 @@ pub fn places_at(
 pub struct PlanPositions(Box<[At]>);
 
 impl PlanPositions {
-    /// Returns those of the plan of a member; None if it names none.
+    /// Returns the positions that a member's plan names; None if it names none.
     pub fn of(member: &Frame) -> Option<&Self> {
         let slot: &dyn Any = member.shared_slot()?;
         slot.downcast_ref()
@@ -213,7 +213,7 @@ pub struct MasksOfTokens {
     /// Positions of a call's tokens, and the id of their sequences; None for a member of a batch, which
     /// has others for each module.
     call: Option<(Py<PyAny>, u64)>,
-    /// Those of the call's tokens at each of them, found when they are first needed.
+    /// The call's tokens at each of the positions, found when they are first needed.
     found: Box<[OnceLock<TokenPositions>]>,
 }
 
@@ -235,7 +235,7 @@ pub enum Chosen {
 }
 
 impl Masks {
-    /// Finds those of a member whose rows are single tokens. Raises if a function does.
+    /// Finds the tokens of a member whose rows are single tokens. Raises if a function does.
     pub fn of_rows(
         py: Python<'_>,
         ats: &PlanPositions,
@@ -301,7 +301,7 @@ impl MasksOfTokens {
     }
 
     /// Returns the positions of the call's tokens at one of the positions, in the order in which a mask
-    /// takes them; None if they are not known, or are those of a batch.
+    /// takes them; None if they are unknown, or the call is one of a batch.
     fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
         let (Some((positions, sequences)), Chosen::At(mask)) = (&self.call, &self.chosen[at])
         else {

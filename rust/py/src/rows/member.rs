@@ -22,7 +22,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// Raises `HookTypeError` for what is no frame.
+    /// Raises `HookTypeError` unless `frame` is one.
     pub fn of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Self> {
         let py = frame.py();
         let frame = frame.cast::<Frame>().map_err(|_| {
@@ -78,7 +78,7 @@ impl Member {
     }
 }
 
-/// Member of each row, by number, and the row's place among those of it; None for a row of nobody.
+/// For each row its member, by number, and its place in the member; None for an unowned row.
 pub struct RowOwners(Vec<Option<(usize, MemberPlace)>>);
 
 impl RowOwners {

@@ -29,7 +29,7 @@ pub enum Rows {
 #[derive(Clone)]
 pub struct Index {
     pub rows: Arc<[usize]>,
-    /// Those of the tensor of the rows.
+    /// Copies of the tensor of the rows.
     copies: Arc<Copies>,
 }
 
@@ -72,7 +72,7 @@ impl Rows {
         Self::Index(Index::of(rows))
     }
 
-    /// Those of the rows with these places among them; None if a place is out of range.
+    /// Returns the rows at `places`; None if a place is out of range.
     pub fn at(&self, places: &[TokenPlace]) -> Option<Self> {
         let rows: Vec<_> = self.iter().collect();
         let chosen = places.iter().map(|place| rows.get(place.0).copied());
@@ -191,7 +191,7 @@ impl BatchRows {
         self.0.iter().map(BatchRow)
     }
 
-    /// Returns the rows of tensors whose rows are those of the batch.
+    /// Returns the rows in tensors that have the rows of the batch.
     pub fn in_tensors(&self) -> &Rows {
         &self.0
     }

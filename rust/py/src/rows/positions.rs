@@ -12,11 +12,11 @@ use crate::rows::places::{BatchRow, Position};
 
 /// Positions of the rows of a batch.
 pub struct Positions {
-    /// Those of the first row, then those of the next.
+    /// Positions of the first row, then of the next.
     pub values: Vec<Position>,
     /// Number of columns of a padded batch; None if each row is one token.
     pub columns: Option<usize>,
-    /// Those of each member, made when first needed.
+    /// Positions of each member, made when first needed.
     members: Box<[OnceLock<Arc<[Position]>>]>,
     /// Lengths of each member's prompts, if they were given with the positions.
     prompts: Box<[Option<Arc<[i64]>>]>,

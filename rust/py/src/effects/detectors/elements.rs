@@ -61,9 +61,9 @@ impl NonFiniteDetector {
         NativeDetector::with(py, Self, FoundElements::default())
     }
 
-    /// Name of the module in which NaN or infinities were first found: of those that `register`
-    /// has put the detector on by name; None if there are none. Modules of a detector that was
-    /// merged from another process come behind those affected before.
+    /// Name of the first module in which NaN or infinities were found, of the modules that
+    /// `register` has put the detector on by name; None if there are none. Modules of a detector
+    /// that was merged from another process come after modules affected before.
     #[getter]
     fn first(slf: &Bound<'_, Self>) -> PyResult<Option<String>> {
         slf.as_super().get().first(slf.py())
@@ -99,7 +99,7 @@ trait OfElements: Statistics {
     /// Its result.
     type Reduced: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr>;
 
-    /// Computes those of one tensor.
+    /// Computes the statistics of one tensor.
     fn of<T: Float>(values: &[T]) -> Self;
 
     /// Converts torch's result for one tensor.

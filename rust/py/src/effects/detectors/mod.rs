@@ -1,12 +1,12 @@
 //! Native detectors: hooks that observe values in Rust and accumulate statistics.
 //!
-//! Each turn becomes statistics of its own, outside any lock; the lock is held to merge them, as
+//! Each turn computes its statistics outside any lock; the lock is held to merge them, as
 //! `merge` does for other threads and processes. Memory of a plain, contiguous CPU tensor is read in
 //! place, from 16,384 numbers on without the interpreter, by loops that are compiled for AVX2 too.
 //! `reductions.py` computes the rest; numbers of a GPU arrive by a copy into pinned memory and an
 //! event, and stay listed as pending until merged, so that two readers at once both see them.
 //!
-//! A detector that `register` puts on modules by name has a detector of its own for each of them.
+//! A detector that `register` puts on modules by name has one sub-detector for each of them.
 
 mod counters;
 mod elements;
@@ -202,7 +202,7 @@ impl NativeDetector {
         Ok(made.cast_into()?)
     }
 
-    /// The detectors of the modules with a name, those of the first observations first.
+    /// The detectors of named modules, ordered by their first observations.
     fn in_order<'py>(&self, py: Python<'py>) -> PyResult<Vec<Placed<'py>>> {
         let mut placed = Vec::new();
         for (name, detector) in self.modules.bind(py).copy()? {
@@ -263,8 +263,8 @@ impl NativeDetector {
         total.snapshot(py)
     }
 
-    /// Detectors of the modules that `register` has put this one on by name, by that name. Those of
-    /// several models that have the same name share one.
+    /// Detectors of the modules that `register` has put this one on by name, by that name. Modules
+    /// with the same name in several models share one.
     #[getter]
     fn modules<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.modules.bind(py).copy()
@@ -345,5 +345,5 @@ impl NativeDetector {
     }
 }
 
-/// State of a detector: its own statistics, and those of its modules by name.
+/// State of a detector: its statistics, and the statistics of its modules by name.
 type Saved<'py> = (Bound<'py, PyAny>, Vec<(String, Bound<'py, PyAny>)>);

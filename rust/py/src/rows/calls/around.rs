@@ -66,7 +66,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let (py, batch) = (call.module.py(), self.batch.get());
         let before = value::arguments(call)?;
         for (_, entries) in self.in_gap(gap) {
-            // The guard of a plan: the call is that of its model.
+            // The guard of a plan is present, so this is a call of the plan's model.
             if value::checks(py, &entries[..1]).is_some() {
                 batch.set_size(&before)?;
             }
@@ -203,7 +203,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         member.fail_with(self.py(), error)
     }
 
-    /// In a repeat: raises what the member failed with in the forward.
+    /// In a repeat: raises the error with which the member failed in the forward.
     fn fail_again(&self, number: usize) -> PyResult<()> {
         let frame = self.member(number).frame.get();
         let run = self.run;

@@ -29,7 +29,7 @@ pub struct MemberHooks<'py> {
 }
 
 pub enum FoundHooks {
-    /// Remembered as they merge; the batch has no hooks of its own.
+    /// Cached merged hooks; the batch itself has no hooks.
     Merged(Arc<MergedHooks>),
     Each(Vec<MemberSnapshot>),
 }
@@ -44,8 +44,8 @@ pub struct MemberSnapshot {
 }
 
 impl<'py> MemberHooks<'py> {
-    /// Takes the hooks of the members of a batch; None if none has one. `recall`: those that are
-    /// remembered as they merge, if there are.
+    /// Takes the hooks of the members of a batch; None if no member has any. `recall`: the cached
+    /// merged hooks, if there are any.
     #[cold]
     pub fn begin(
         batch: &Bound<'py, BatchBase>,
@@ -85,7 +85,7 @@ impl<'py> MemberHooks<'py> {
         }))
     }
 
-    /// The same, without those that are remembered, for a phase that has no other hooks.
+    /// As `begin` without the cached merged hooks, for a phase that has no other hooks.
     pub fn each(&self, call: &Call<'_, 'py>) -> PyResult<Option<Self>> {
         let each = Self::begin(&self.batch, call, Phase::Forward, None, false)?;
         Ok(each.map(|each| Self {
@@ -113,7 +113,7 @@ impl<'py> MemberHooks<'py> {
         })
     }
 
-    /// True if the batch has no hooks of its own.
+    /// True if the batch itself has no hooks.
     pub fn all(&self) -> bool {
         self.gaps == 1
     }
@@ -157,7 +157,7 @@ fn repeat(batch: &Bound<'_, BatchBase>, replay: &Replay) -> Option<FoundHooks> {
     for (number, member) in batch.get().all().iter().enumerate() {
         let id = member.frame.get().id();
         let own = logged.iter().filter(|it| it.key().1 == Some(id));
-        // Those that are gone are not needed: the log was checked.
+        // Hooks that are gone since are not needed: the log was checked.
         let own = own.filter_map(|it| Some((it.get(py)?.0, replay.places[it.ahead])));
         let (entries, gaps): (Vec<_>, Vec<_>) = own.unzip();
         if entries.is_empty() {

@@ -24,7 +24,7 @@ struct MemoryGroup<'py> {
     apart: bool,
 }
 
-/// Memory of tensors in which each row of the batch has a block of its own.
+/// Memory of tensors that hold each row of the batch in a separate block.
 struct Blocks<'py> {
     /// Tensor of (rows, numbers of a block).
     all: Bound<'py, PyAny>,
@@ -71,7 +71,7 @@ impl Form {
 }
 
 impl<'py> SharedMemory<'py> {
-    /// Finds those of some structures; `other`: layout of tensors whose rows are copied elsewhere;
+    /// Finds the memory of some structures; `other`: layout of tensors whose rows are copied elsewhere;
     /// `grad`: copies of them are part of a graph.
     pub fn among<'a>(
         structures: impl Iterator<Item = &'a Bound<'py, PyAny>>,
@@ -148,7 +148,7 @@ impl<'py> SharedMemory<'py> {
         self.group(tensor).is_some_and(|(_, group)| group.apart)
     }
 
-    /// Copies rows of a tensor. Those of tensors that share memory are in one copy of it.
+    /// Copies rows of a tensor. Tensors that share memory share one copy of it.
     pub fn copy(
         &self,
         copies: &mut BlockCopies<'py>,
@@ -219,7 +219,7 @@ impl<'py> Blocks<'py> {
     }
 }
 
-/// True if a tensor has a number in several places: nobody can write to it in place.
+/// True if a tensor has a number in several places, so that it cannot be written in place.
 pub fn is_expanded(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let plain = Facts::is_plain(tensor)?;
     Ok(plain && Form::of(tensor).is_ok_and(|form| !form.expanded().is_empty()))

@@ -14,7 +14,7 @@ use crate::hooks::hook::Hook;
 use crate::rows::calls::merging::{Joint, Merging};
 use crate::torch::tensors::for_each_tensor;
 
-/// Member all of whose hooks merge with those of others: those that change, then those that keep.
+/// Member all of whose hooks merge with other members': interventions first, then captures.
 pub struct Simple {
     pub number: usize,
     pub entries: Box<[Arc<Entry<Hook>>]>,
@@ -24,10 +24,10 @@ pub struct Simple {
     pub kinds: Vec<StageKind>,
 }
 
-/// Kind of hooks that run as one: true for those that keep, which run last, and their class.
+/// Stage: kind of hooks that run as one. True for captures, which run last, and the hooks' class.
 pub type StageKind = (bool, TypeId);
 
-/// A hook of a member: place of the member among those whose hooks merge, and that of the hook.
+/// A hook of a member: index of the member in the merged members, and index of the hook.
 pub type HookAt = (usize, usize);
 
 /// Hooks that run as one, of a member each.

@@ -16,8 +16,7 @@ use crate::rows::layout::Layout;
 use crate::rows::numbers::{Rows, Selection, Selections};
 use crate::rows::places::{MemberPlace, TokenPositions};
 
-/// Index of positions among those of a plan, and their places among the rows of a member; None for
-/// all rows.
+/// Index of the plan's positions, and the places of their rows in the member; None for all rows.
 pub type Places = Option<(usize, Vec<MemberPlace>)>;
 
 /// Form of a hook that runs for many members of a batch at once.
@@ -77,7 +76,7 @@ pub fn same_part(
 
 /// Finds the rows of some parts together.
 pub struct Select<'a>(
-    /// None if the module has rows of its own.
+    /// None if the module has its own row layout.
     pub Option<&'a Selections>,
 );
 
@@ -107,7 +106,8 @@ pub struct SharedValue<'a, 'py> {
 
 /// Merged hooks of some members, for calls with the same rows.
 pub trait Joint: Send + Sync {
-    /// Runs them. An error of one part is that of its member; an error of all has each run alone.
+    /// Runs the hooks. An error of one part fails its member; after an error of all, each hook runs
+    /// separately.
     fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>>;
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
@@ -124,7 +124,7 @@ pub struct MergedResult<'py> {
 
 /// Native hook that says how it runs in batches.
 pub trait InBatch: Native {
-    /// True if it keeps the value, which nobody may write to later.
+    /// True if it keeps the value, which no hook may write to later.
     fn keeps(&self) -> bool {
         false
     }

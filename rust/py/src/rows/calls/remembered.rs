@@ -29,8 +29,8 @@ pub struct RememberedKey {
     pub dim: usize,
 }
 
-/// Merged hooks of the members of a batch, by module. Those of modules with rows of their own are
-/// not among them.
+/// Merged hooks of the members of a batch, by module. Modules with their own row layout are not
+/// included.
 pub struct Remembered {
     key: RememberedKey,
     /// Number of changes, since the batch was entered, before the hooks were merged.

@@ -1,4 +1,4 @@
-//! Hooks of a batch's members that run stage by stage, those of all members at once.
+//! Hooks of a batch's members, run stage by stage for all members at once.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -118,7 +118,7 @@ impl<'py> Stages<'_, 'py> {
         run(&parts)
     }
 
-    /// Places of a hook's tokens among those of its member, if it is for some.
+    /// Places of a hook's tokens among its member's tokens; None if it is for all.
     fn places(&self, (member, at): HookAt) -> Option<Vec<TokenPlace>> {
         let simple = &self.hooks.members[member];
         let (_, of_batch) = simple.merging[at].at.as_ref()?;
@@ -139,8 +139,7 @@ impl<'py> Stages<'_, 'py> {
         }
     }
 
-    /// Next hooks of the members, of one class: those that change, of all, go first; then those that
-    /// keep.
+    /// Picks the next stage: all pending hooks of one class, interventions before captures.
     fn next(&self, running: &[Option<usize>]) -> Vec<HookAt> {
         let running = running.iter().enumerate();
         let next = running.filter_map(|(member, at)| {
@@ -223,7 +222,7 @@ impl<'py> Stages<'_, 'py> {
     fn joint(&self, py: Python<'_>, stage: &[HookAt]) -> PyResult<Arc<dyn Joint>> {
         self.hooks.joint(stage, || {
             let in_batch = self.in_batch(py, stage[0])?;
-            // Positions of a repeat may be others than those that the batch has now.
+            // A repeat may have other positions than the batch has now.
             let repeats = self.run.is_some_and(|run| run.replay().is_some());
             let select = Select(if repeats {
                 None
