@@ -1,4 +1,4 @@
-/// Position of a hook among those of its phase.
+/// Position of a hook in the order of its phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// Higher fires first.

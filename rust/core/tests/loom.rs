@@ -417,7 +417,7 @@ fn occupied_is_right_in_the_end() {
                 assert!(registry.occupied(PHASE));
             }
         });
-        // Two phases share the word; each changes a list of its own.
+        // Two phases share the word; each has its own list.
         let remover = spawn(move || last.remove());
         doomed.remove();
         registrar.join().unwrap();

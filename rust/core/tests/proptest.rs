@@ -472,7 +472,7 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 512,
-        // A history that failed is printed whole, to become a test of its own.
+        // A failed history is printed whole, to become a separate test.
         failure_persistence: None,
         ..ProptestConfig::default()
     })]

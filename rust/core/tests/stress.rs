@@ -46,7 +46,7 @@ impl Census {
 
 struct Hook {
     census: Arc<Census>,
-    /// Set by the owner when nobody can be inside any more.
+    /// Set by the owner when no thread can be inside any more.
     freed: Arc<AtomicBool>,
 }
 

@@ -121,7 +121,7 @@ impl Histogram {
 }
 
 fn bucket(value: u64) -> usize {
-    // Small numbers have a bucket each, like those of the first octave.
+    // Small numbers have a bucket each, like numbers of the first octave.
     let octave = (value | 1).ilog2().saturating_sub(BITS);
     // Less than two octaves' buckets.
     let leading = usize::try_from(value >> octave).unwrap_or_default();

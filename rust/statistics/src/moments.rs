@@ -94,8 +94,8 @@ impl Moments {
 
     /// Moments of a block, by the distances from `center`, the mean of all blocks before it.
     ///
-    /// The difference of squares below loses what is small beside the squared distance between the
-    /// block's mean and `center`; but that distance is itself part of the overall variance.
+    /// The difference of squares below cancels digits that are small beside the squared distance between
+    /// the block's mean and `center`; but that distance is itself part of the overall variance.
     #[inline(always)]
     fn around<T: Float>(center: f64, values: &[T]) -> Self {
         let Some(first) = values.first() else {

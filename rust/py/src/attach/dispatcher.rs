@@ -157,7 +157,7 @@ impl Dispatcher {
         self.shares_hooks
     }
 
-    /// Returns the reference to the module, set to `module`: that of a copied dispatcher has none yet.
+    /// Sets the reference to the module and returns it; a copied dispatcher has none yet.
     pub fn refer(&self, module: Py<PyWeakrefReference>) -> Arc<ModuleRef> {
         self.module.set(module);
         Arc::clone(&self.module)

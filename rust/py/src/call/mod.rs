@@ -57,7 +57,7 @@ pub struct Call<'a, 'py> {
     pub kwargs: Option<Bound<'py, PyDict>>,
     /// Run time of the module, if a hook needs it and the module returned.
     pub took: Option<Duration>,
-    /// For the part of a call that is somebody's: what these hooks know of it.
+    /// Row context when hooks see only one request's rows; `None` for the whole call.
     pub part: Option<&'a dyn Any>,
 }
 

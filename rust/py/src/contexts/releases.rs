@@ -1,4 +1,4 @@
-//! Attachments that are released with what they stand with.
+//! Attachments that are released with their owner, a frame or a dispatcher.
 
 use std::mem;
 

@@ -12,7 +12,7 @@ use crate::hooks::hook::Hook;
 #[derive(Default)]
 pub struct Scoped(Arc<Mutex<Registries>>);
 
-/// Includes those of closed frames, for as long as a thread is inside one of their hooks.
+/// Includes registries of closed frames, for as long as a thread is inside one of their hooks.
 pub type Registries = Vec<Arc<Registry<Hook>>>;
 
 impl Scoped {

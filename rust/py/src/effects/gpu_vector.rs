@@ -8,8 +8,8 @@ use pyo3::types::PyTuple;
 
 use crate::torch::made::StreamOrder;
 
-/// Vector on one GPU, made when it is first read. An attribute, as Dynamo takes those of native
-/// classes for inputs of a graph, and reads them anew in each call.
+/// Vector on one GPU, made when it is first read. An attribute, since Dynamo makes attributes of
+/// native classes inputs of a graph and reads them anew in each call.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct GpuVector {
     make: Py<PyAny>,

@@ -25,7 +25,7 @@ pub struct MaskedHook {
     hook: Py<PyAny>,
     /// True for an intervention.
     intervenes: bool,
-    /// Index of the positions among those of the plan.
+    /// Index of the positions in the plan.
     mask: usize,
 }
 

@@ -38,7 +38,7 @@ struct Module {
 
 #[pymethods]
 impl InstallationBase {
-    /// Takes the model's modules, each with a copy of its own declaration, if any.
+    /// Takes the model's modules, each with a copy of its declaration, if it has one.
     #[new]
     #[pyo3(signature = (modules, *_others))]
     fn new(

@@ -138,8 +138,8 @@ impl Mask {
         Ok((bools, both.get_item(1)?))
     }
 
-    /// Takes the tokens of a tensor, with one dimension in place of those of the mask: a copy, unless
-    /// they are all.
+    /// Takes the tokens of a tensor, with one dimension in place of the mask's: a copy, unless
+    /// all tokens are taken.
     pub fn take<'py>(
         &self,
         describe: &dyn Fn() -> String,
@@ -182,8 +182,8 @@ impl Mask {
         changed.call_method1(intern!(py, "where"), (mask, x))
     }
 
-    /// Returns the number of dimensions, the first ones of a tensor, that are those of the tokens: its
-    /// own, or one of a matrix whose rows they are, as `call` shows.
+    /// Returns how many leading dimensions of a tensor index tokens: the mask's own, or one for a
+    /// matrix with a row for each token, as `call` shows.
     fn dims_of<'py>(
         &self,
         describe: &dyn Fn() -> String,

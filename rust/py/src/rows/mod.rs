@@ -1,11 +1,12 @@
 //! Rows: batches, in whose calls the hooks of many requests run, each on its request's rows.
 //!
-//! A batch is a frame in the context, like a scope. Its slot tells the call of [`calls::around::Rows`], which
-//! takes the hooks of the members for each phase. Native hooks of all members run side by side
-//! ([`calls::stages`]) and are cached for the next calls ([`calls::remembered`]). Other hooks run one by one, on
-//! tensors narrowed to the member's rows ([`calls::value`]). Members are frames that are not entered; a
-//! batch keeps its state of one in [`membership::Membership`]. A class of native hooks implements
-//! [`calls::merging::InBatch`] to run in batches.
+//! A batch is a frame in the context, like a scope. Its slot tells the call of
+//! [`calls::around::Rows`], which takes the hooks of the members for each phase. Native hooks of all
+//! members run side by side ([`calls::stages`]) and are cached for the next calls
+//! ([`calls::remembered`]). Other hooks run one by one, on tensors narrowed to the member's rows
+//! ([`calls::value`]). Members are frames that are not entered; a batch keeps its state of one in
+//! [`membership::Membership`]. A class of native hooks implements [`calls::merging::InBatch`] to run
+//! in batches.
 
 pub mod at;
 pub mod batch;

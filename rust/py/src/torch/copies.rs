@@ -9,7 +9,7 @@ use crate::torch::made::StreamOrder;
 use crate::torch::tensors::requires_grad;
 
 /// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
-/// wait for a GPU. Nobody may write to it later.
+/// wait for a GPU. No code may write to it later.
 #[pyfunction]
 pub fn to_device<'py>(
     tensor: &Bound<'py, PyAny>,

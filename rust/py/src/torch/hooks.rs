@@ -160,7 +160,7 @@ fn items<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Items<'py>> {
     if dict.len() < 2 || dict.is_exact_instance_of::<PyDict>() {
         return dict.items().iter().map(|item| item.extract()).collect();
     }
-    // An `OrderedDict` has an order of its own, by `move_to_end`. Its copy is read, as other
+    // `move_to_end` changes the order of an `OrderedDict`. Its copy is read, as other
     // threads may change it meanwhile.
     let copy = dict.call_method0(intern!(py, "copy"))?;
     let items = copy.call_method0(intern!(py, "items"))?;

@@ -14,7 +14,7 @@ pub enum StreamOrder {
 }
 
 impl StreamOrder {
-    /// That of tensors of one device that were made just now. None if they are part of a CUDA graph
+    /// Order of tensors of one device that were made just now. None if they are part of a CUDA graph
     /// that is being captured, and must not be used by later calls.
     pub fn of(tensors: &Bound<'_, PyTuple>) -> PyResult<Option<Self>> {
         let py = tensors.py();
@@ -43,7 +43,7 @@ impl StreamOrder {
         }
     }
 
-    /// Orders what the current stream does from now on behind the kernels that made the tensors.
+    /// Makes later work of the current stream wait for the kernels that made the tensors.
     pub fn begin_use(&self, py: Python<'_>) -> PyResult<()> {
         if let Self::After(made) = self {
             made.call_method0(py, intern!(py, "use"))?;

@@ -194,8 +194,8 @@ pub fn summed<'py>(
     named.then(|| pair.extract().ok())?
 }
 
-/// Splits an `output_index` that is a path, a tuple of steps, into the path of the value around its
-/// part and the last step; that of a single step is empty.
+/// Splits an `output_index` that is a path, a tuple of steps, into the path of the enclosing value
+/// and the last step; for a single step the path is empty.
 pub fn last_step<'py>(
     part: &Bound<'py, PyAny>,
 ) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyAny>)> {
@@ -254,8 +254,8 @@ pub fn with_part<'py>(
     with_part(value, &around, &changed)
 }
 
-/// Copies a value with the part at one step replaced. An index of a dict is that of a transformers
-/// `ModelOutput`.
+/// Copies a value with the part at one step replaced. An index of a dict is an index of a
+/// transformers `ModelOutput`.
 fn with_part_at<'py>(
     value: &Bound<'py, PyAny>,
     part: &Bound<'py, PyAny>,

@@ -85,7 +85,7 @@ impl<'py> Memory<'py> {
         if !readable {
             return Ok(None);
         }
-        // Raises for tensors of functorch, which have no memory of their own.
+        // Raises for tensors of functorch, which own no memory.
         let Ok(address) = facts.data_ptr.of(&tensor) else {
             return Ok(None);
         };
