@@ -115,7 +115,7 @@ class AttentionPoints:
         return module
 
     def __deepcopy__(self, _memo: object) -> None:
-        """Copies of the module have points of their own."""
+        """Copies of the module get new points."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -179,7 +179,7 @@ def _settle(reference: weakref.ref[AttentionPoints], _ended: object = None) -> N
 
 
 class _InterfaceReplacement:
-    """Replacement of `AttentionInterface.get_interface`, there as long as somebody uses it."""
+    """Replacement of `AttentionInterface.get_interface`, installed as long as it has users."""
 
     def __init__(self) -> None:
         self._users: dict[int, weakref.ref[Any]] = {}
@@ -246,7 +246,7 @@ class _Function(NamedTuple):
     """The model's own, written out in torch: its weights are the pattern."""
 
 
-def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three ahead of them)
+def _attend(  # noqa: PLR0913, PLR0917 (an attention function's arguments, and three ahead of them)
     call: Any,
     implementation: str | None,
     eager: Any,
@@ -296,10 +296,10 @@ def pass_ahead(
         module: the attention module.
         key: of this call's tokens alone, (batch, kv_heads, tokens, head_dim).
         value: as `key`.
-        kwargs: those of the attention function to come: it then leaves k and v alone.
+        kwargs: keywords for the attention function to come, which then leaves k and v alone.
 
     Returns:
-        What the cache stores.
+        The k and v for the cache to store.
     """
     points = module.__dict__.get(KEY)
     if points is None:
@@ -353,7 +353,7 @@ def _asked_for(point: AttentionPoint) -> bool:
 # --- The pattern ------------------------------------------------------------------------------
 
 
-def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
+def _through_pattern(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
     points: AttentionPoints,
     function: _Function,
     module: nn.Module,
@@ -365,9 +365,9 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
 ) -> tuple[Tensor, Tensor | None]:
     """Calls an attention function with its pattern passing the point.
 
-    What is changed in the pattern changes the output of these queries and heads; the others have
-    the function's own, bit for bit. With gradients the output is that of the pattern, so that
-    there is one to read.
+    Where a hook changes the pattern, these queries and heads get the changed output; the others
+    keep the function's own, bit for bit. With gradients the whole output is computed from the
+    pattern, so that the pattern has a gradient to read.
     """
     output, weights = function.call(module, query, key, value, mask, **kwargs)
     pattern = weights
@@ -391,7 +391,7 @@ def _attended_to(pattern: Tensor, value: Tensor) -> Tensor:
     return (pattern @ value.to(pattern.dtype)).transpose(1, 2).contiguous()
 
 
-def pattern_of(  # noqa: PLR0913, PLR0917 (those of attention functions)
+def pattern_of(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
     function: _Function,
     module: nn.Module,
     query: Tensor,
@@ -425,7 +425,7 @@ def pattern_of(  # noqa: PLR0913, PLR0917 (those of attention functions)
     return weights
 
 
-def _added_mask(  # noqa: PLR0913, PLR0917 (those of attention functions)
+def _added_mask(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
     function: _Function,
     module: nn.Module,
     query: Tensor,
@@ -479,11 +479,11 @@ class Attended(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    """What the function took, behind hooks at the points."""
+    """Arguments of the attention function, after hooks at the points."""
     z: Tensor
-    """What it returned, ahead of hooks on z."""
+    """Its result, before hooks on z."""
     pattern: Callable[[], Tensor]
-    """Computes its pattern of what it took, see `pattern_of`."""
+    """Computes its pattern from these arguments, see `pattern_of`."""
 
 
 _CALLS: Final[contextvars.ContextVar[list[Attended] | None]] = contextvars.ContextVar(
@@ -492,7 +492,7 @@ _CALLS: Final[contextvars.ContextVar[list[Attended] | None]] = contextvars.Conte
 
 
 class _Look:
-    """User of the seam while somebody looks."""
+    """User of the seam while an observation runs."""
 
 
 @contextlib.contextmanager

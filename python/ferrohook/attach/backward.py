@@ -181,7 +181,7 @@ def _structured(hook: Hook, form: list[Any], *, inputs: bool, full: bool) -> Hoo
     Args:
         hook: a hook of `backward`, or of `backward_pre`.
         form: the structures, of the inputs or of the output.
-        inputs: True for those of the inputs.
+        inputs: True for gradients of the inputs.
         full: True for a hook of `backward`.
     """
 

@@ -28,9 +28,9 @@ def common_subclass(
 
     Args:
         name: name of the class.
-        base: class that comes first. A generated class has a `_made_from`: the `__init_subclass__`
-            of `base` must not call that of `plain` for it, as modules' classes count or check their
-            subclasses. The `__new__` and `__init__` of the metaclass are not called either.
+        base: class that comes first. A generated class has a `_made_from`. The `__init_subclass__`
+            of `base` must not call the one of `plain` for it, as modules' classes count or check
+            their subclasses. The `__new__` and `__init__` of the metaclass are not called either.
         plain: the module's own class.
         members: makes the namespace of the class.
         in_place: make a class that instances of `plain` can be assigned. Puts `base` last if their
@@ -88,7 +88,7 @@ class EqualToPlain(type):
 class StandsForPlain(EqualToPlain):
     """Metaclass of generated classes that instances of their plain class are assigned.
 
-    Instances and subclasses of the plain class are those of the generated one too: an unpickled
+    Instances and subclasses of the plain class also count as the generated class's: an unpickled
     module is of its plain class.
     """
 

@@ -23,7 +23,7 @@ def patch_dynamo() -> None:
 def _share_graphs() -> None:
     """Has `torch.compile(module)` guard the module by its class.
 
-    Dynamo calls a native `__call__` in a frame of its own, and guards the bound method in it by its
+    Dynamo traces a native `__call__` in a separate frame, and guards the bound method in it by its
     identity: a graph for each module. A frame around the module is guarded by class.
     """
     from torch._dynamo import external_utils  # noqa: PLC0415 (takes seconds)

@@ -362,7 +362,7 @@ def attach(
     """Instruments modules, all of them or none, until an attachment is released.
 
     Args:
-        modules: modules by name. Wrappers are skipped: they have registries of their own.
+        modules: modules by name. Wrappers are skipped: they have registries already.
         attachment: owner of the instrumentation; released on failure.
         skip: skip modules that cannot be instrumented, with a warning, unless none can.
         explicit: true for a call of `instrument`, false for a hook or a capture.
@@ -426,7 +426,7 @@ class Instrumentation(AttachmentContext):
         tracked.append(self)
 
     def restore(self) -> None:
-        """Restores the modules, once; those that nothing else instruments lose their hooks."""
+        """Restores the modules, once; modules that nothing else instruments lose their hooks."""
         self.attachment.release()
 
     def __repr__(self) -> str:

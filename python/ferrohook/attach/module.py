@@ -1,4 +1,4 @@
-"""`HookedModule`: a module with hooks of its own."""
+"""`HookedModule`: a module that carries its hooks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         return hooks_of(self._registry, phase)
 
     def clear_hooks(self, phase: Phase | None = None) -> None:
-        """Removes the hooks of one phase or of all, those of scopes included; torch's own stay.
+        """Removes the hooks of one phase or of all, also hooks of scopes; torch's own stay.
 
         Args:
             phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.

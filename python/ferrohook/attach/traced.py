@@ -7,7 +7,7 @@ compiled region `HookHandle.calls` does not increase, and `HookHandle.traced` is
 graph (with `fullgraph=True`: raise).
 """
 
-# The twin is registered with Dynamo when somebody imports that, which takes seconds. A capture
+# The twin is registered with Dynamo when Dynamo is first imported, which takes seconds. A capture
 # stands in the graph as the operator `ferrohook::record`, which asks the context for its recorders
 # when it runs: graphs traced in a capture have the operators of all modules that were captured
 # before. These break the graph too: native detectors, captures that keep gradients, the graph or

@@ -34,7 +34,7 @@ class TransparentWrapper(nn.Module):
     __slots__ = ()
 
     _own_names: ClassVar[frozenset[str]] = frozenset()
-    """Names that the wrapper adds to those of `nn.Module`."""
+    """Names that the wrapper adds to the names of `nn.Module`."""
 
     _own_slots: ClassVar[tuple[str, ...]] = ()
     """Attributes of the wrapper that are not the module's."""
@@ -161,7 +161,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 # Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): these
-# run on the module inside. Not those that yield the module itself: a parent's tree has the wrapper.
+# run on the module inside. Not methods that yield the module: a parent's tree has the wrapper.
 _NOT_DELEGATED = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
 for _name in [name for name, value in vars(nn.Module).items() if callable(value)]:
     if not _name.startswith("__") and _name not in _NOT_DELEGATED | {*vars(TransparentWrapper)}:

@@ -1,9 +1,9 @@
 """Plans: hooks, interventions and captures of a request, said once and opened for nothing."""
 
-# A plan is data. `Plan.prepare` registers its hooks with a model, once, in a frame that nobody
-# enters. `Prepared.open` makes a request: a frame that shares those hooks, which therefore fire in
-# the contexts that entered it, and that has collectors of its own, each made at its first capture.
-# A native hook of a plan is told the request that it runs for, the owner. A hook on the
+# A plan is data. `Plan.prepare` registers its hooks with a model, once, in a frame that is never
+# entered. `Prepared.open` makes a request: a frame that shares those hooks, so that they fire in
+# the contexts that entered it, and that has its own collectors, each made at its first capture.
+# A native hook of a plan gets the request that it runs for, the owner. A hook on the
 # model checks, in each of its calls in a request, that no module was replaced, and finds the
 # positions of the tokens, if the plan names any.
 

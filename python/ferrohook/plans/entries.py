@@ -45,7 +45,7 @@ class PlanEntry:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What it asks of whoever serves it, see `Judge`."""
+        """Features that a back end must support to serve it, see `Judge`."""
         at = () if self.at is None else ("at function" if callable(self.at) else "at",)
         return frozenset((*at, *self._needs()))
 
@@ -93,7 +93,7 @@ class HookEntry(PlanEntry):
         return ("on", *map(content_of, own))
 
     def __reduce__(self) -> Any:
-        # By way of `on`, which validates what a damaged pickle has.
+        # Through `on`, which validates the contents of a damaged pickle.
         own = {"at": self.at, "phase": self.phase, **self.options}
         return functools.partial(on, **own), (self.what, self.hook)
 

@@ -1,4 +1,4 @@
-"""Needs of a plan's entries, and the judge of whoever does not serve them all."""
+"""Features that a plan entry needs, and checks for back ends that support only some."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"
 _OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
 NEEDS: Final = CHANGES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
-"""All that an entry may need of whoever serves it: options by their names, interventions by their
-kinds, and what follows from their values. A slice that does not keep all rows in place cuts
-them."""
+"""Every feature that an entry can need: option names, kinds of interventions, and features that
+follow from an option's value. A slice that does not keep all rows in place needs `cut rows`."""
 
 
 def _keeps_rows(index: Any, dim: int) -> bool:
@@ -35,7 +34,7 @@ def _keeps_rows(index: Any, dim: int) -> bool:
 
 
 def needs_at(place: Place) -> Iterator[str]:
-    """Yields what the place of a quantity asks of whoever serves an entry there, see `Judge`."""
+    """Yields the features that an entry at the place of a quantity needs, see `Judge`."""
     if place.quantity is None:
         return
     if place.inputs:
@@ -48,12 +47,12 @@ def needs_at(place: Place) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """Says what may be served by whoever runs requests of plans: an engine, sites, a batcher."""
+    """Which plan entries a back end serves: an engine, sites, or a batcher."""
 
     serves: frozenset[str]
     """Needs that are served, out of `NEEDS`; all others are refused."""
     reasons: Mapping[str, str]
-    """Reasons of needs that are refused; others are named beside those that are served."""
+    """Reasons for refusing needs; a need without one is named with the list of served needs."""
 
     def refusal(
         self, entry: PlanEntry, dim: int = 0, needs: frozenset[str] | None = None
@@ -63,7 +62,7 @@ class Judge:
         Args:
             entry: of a plan.
             dim: dimension of the rows.
-            needs: what it needs in a model, see `Prepared.needs`; None for its own alone.
+            needs: its needs in a model, see `Prepared.needs`; None for the entry's own only.
         """
         refused = (entry.needs if needs is None else needs) - self.serves
         if "cut rows" not in self.serves and not _keeps_rows(entry.options.get("slice", ...), dim):

@@ -1,4 +1,4 @@
-"""`Plan`: the data that says what a request gets."""
+"""`Plan`: the hooks and captures of a request, as data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Plan:
 
         Args:
             model: any module.
-            max_bytes: budget of all captures of a request, beside those of the entries: a capture
+            max_bytes: budget of all captures of a request, beside the entries' budgets: a capture
                 beyond it raises `CaptureBudgetError`.
 
         Raises:

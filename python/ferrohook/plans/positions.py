@@ -1,7 +1,7 @@
 """Positions of tokens that the hooks and captures of a plan name.
 
 Absolute: the first token of a prompt has position 0, whatever the padding, and tokens that a KV
-cache holds count. How those of a call are found stands in `sequences`.
+cache holds count. `sequences` finds the positions of a call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ At: TypeAlias = (
 """Positions: a name, an int, a slice, or a function from positions to bools, both (batch, length).
 
 Negative ints and bounds count from the end of the prompt, so -1 is its last token. The function
-gets -1 for padding, and what it returns there does not count.
+gets -1 for padding, and its result there does not count.
 """
 
 _NAMES = ("prompt", "last_prompt", "generated")

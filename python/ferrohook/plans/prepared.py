@@ -69,8 +69,8 @@ class _Contents:
         self.ats: list[At] = []
         self.guard: HookHandle | None = None
         """Runs as the model is called."""
-        # Read by the core when a request ends: True once every hook has fired, and once a warning
-        # named those that had not.
+        # Read by the core when a request ends. True once every hook has fired, or once a warning
+        # has named the hooks that had not.
         self.fired = False
         self.warned = False
 
@@ -232,7 +232,7 @@ class Prepared:
         )
 
     def _mask(self, at: At) -> int:
-        """Returns the index of positions among those of the plan."""
+        """Returns the index of positions in the plan."""
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
@@ -271,7 +271,7 @@ class Prepared:
     def close(self) -> None:
         """Removes the hooks, and restores modules that nothing else instruments.
 
-        Open requests go on without hooks; what they captured stays readable.
+        Open requests go on without hooks; their captures stay readable.
         """
         self._frame._close()
 
@@ -302,7 +302,7 @@ class Prepared:
         self.close()
 
     def __del__(self) -> None:
-        # Nobody can open it any more. `_frame` is missing if `__init__` was interrupted.
+        # No more requests can be opened. `_frame` is missing if `__init__` was interrupted.
         if (frame := vars(self).get("_frame")) is not None:
             frame._close()
 
@@ -396,14 +396,14 @@ class Request(RequestBase, Scope):
 
     @property
     def kept(self) -> list[str]:
-        """The names in `acts` of all modules that the plan keeps, those that never ran included."""
+        """The names in `acts` of all modules that the plan keeps, even if they never ran."""
         return [name for capture in self._plan.captures for name in capture.places]
 
     def positions(self, name: str) -> list[int]:
         """The positions whose activations `acts[name]` has, in order; one for each of its rows.
 
-        Known for captures at positions, and for requests in batches with positions. Of several
-        rows, those of the first one, then those of the next.
+        Known for captures at positions, and for requests in batches with positions. With several
+        rows, the positions of the first row come first, then those of the next.
 
         Raises:
             SelectionError: the plan keeps nothing of this name.
@@ -445,9 +445,9 @@ class Request(RequestBase, Scope):
 
     @property
     def error(self) -> BaseException | None:
-        """The exception by which it failed in a batch, or the first of its hooks.
+        """The exception with which it failed in a batch, or the first one of its hooks.
 
-        Waits for a GPU that has not said yet whether sites have kept its rows.
+        Waits until the GPU has reported whether sites kept the request's rows.
         """
         for place in range(len(self._plan.captures)):
             self.collector(place)
@@ -466,7 +466,7 @@ class Request(RequestBase, Scope):
         return collector
 
     def accept(self, tokens: int) -> None:
-        """Takes back captured rows of rejected drafts; `tokens`: number of those that stay."""
+        """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
         model = self.model
         stacks = {} if model is None else stacks_in(model)
         self._take_back(tokens, [path for path, stack in stacks.items() if stack.encoder])
@@ -528,7 +528,7 @@ def _not_called(plan: _Contents, model: nn.Module | None) -> str:
 
 def _why_silent(request: weakref.ref[Request]) -> str:
     """Returns why modules of a request did not run, if it is known; "" if not."""
-    # Weak: what a request captured keeps no hooks in the model.
+    # Weak: the captures of a request keep no hooks in the model.
     found = request()
     if found is None:
         return ""
@@ -567,7 +567,7 @@ def _priority_of_keep(
     number: int,
     kept: Place,
 ) -> int:
-    """Returns the priority by which a capture of a place sees the entries before it alone.
+    """Returns a priority with which a capture of a place sees only the entries before it.
 
     Raises:
         HookError: entries behind it run before one ahead of it, by their priorities.
@@ -597,9 +597,9 @@ def _priority_of_keep(
 
 
 def _with_tokens_ahead(place: Place) -> Place:
-    """Returns the place at which a tensor has its tokens behind the batch, for positions.
+    """Returns where a tensor has its tokens right after the batch dimension, for positions.
 
-    That of a pattern, (batch, heads, queries, keys), is another one.
+    For a pattern, (batch, heads, queries, keys), that is the point `queries`.
     """
     if not is_point(place.module):
         return place

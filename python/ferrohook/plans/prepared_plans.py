@@ -1,7 +1,7 @@
 """`PreparedPlans`: plans prepared once for each content."""
 
-# A prepared plan closes itself when nobody refers to it, so the cache of them counts no requests:
-# each holds the one that it opened.
+# Prepared plans close when garbage-collected, and each request holds the plan that opened it. So
+# the cache needs no reference counts.
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PreparedPlans:
     Args:
         model: any module.
         size: number of plans that stay prepared; the least recently used is dropped.
-        max_bytes: budget of one request's captures, beside those of the plan's entries; None for
-            no other.
+        max_bytes: budget of one request's captures, beside the budgets of the plan's entries; None
+            for no such budget.
 
     Raises:
         HookTypeError: an argument has the wrong type.
@@ -49,7 +49,7 @@ class PreparedPlans:
         self._kept: OrderedDict[Hashable, Prepared] | None = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Hashable, Prepared]
         self._alive = weakref.WeakValueDictionary()
-        """Those that anybody refers to."""
+        """Prepared plans that are still referenced."""
 
     @contextlib.contextmanager
     def open(self, plan: Plan, *, prompt: int | Sequence[int] | None = None) -> Iterator[Request]:
@@ -78,7 +78,7 @@ class PreparedPlans:
         return self.find(tuple(entry.content() for entry in plan.entries), lambda: plan)
 
     def find(self, key: Hashable, read: Callable[[], Plan]) -> Prepared:
-        """Returns the plan of a key prepared, for callers that know plans by a key of their own.
+        """Returns a prepared plan by a key that the caller chooses.
 
         Args:
             key: equal keys have equal plans.
@@ -104,7 +104,7 @@ class PreparedPlans:
         return faster
 
     def _keep(self, key: Hashable, prepared: Prepared) -> list[Prepared | None]:
-        """Keeps a plan as the last that was used, and returns those that go. Under the lock."""
+        """Marks a plan as most recently used; returns evicted ones. Call it under the lock."""
         kept = self._open_plans()
         gone = [kept.get(key)]
         kept[key] = prepared

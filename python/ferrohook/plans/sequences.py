@@ -5,12 +5,12 @@ The one place that finds them, from what tells them:
 - How many tokens came before: the KV cache; for one that does not count, the calls that filled it;
   `cache_position`; an `attention_mask` that is longer than the tokens.
 - Padding: `attention_mask` of (batch, tokens); in transformers' `generate` the one that it got.
-- Where the prompt ends: whoever opened the request. Else, in `generate`, its input, whatever is
-  chunked, drafted or cached. Else the first call of a sequence: its tokens are the prompt, and
-  what runs with its KV cache is generated.
+- Where the prompt ends: as passed when the request was opened. Else, in `generate`, at the end of
+  its input, even if that is chunked, drafted or cached. Else the first call of a sequence: its
+  tokens are the prompt, and tokens that run later with its KV cache are generated.
 
-What is known of a sequence is kept with its KV cache, weakly, so that threads, turns and copies of
-a cache do not mix. What nobody tells is refused where it is needed.
+The state of a sequence is stored with its KV cache, weakly, so that threads, turns and copies of
+a cache do not mix. Positions that no source gives are refused where a plan needs them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CALLBACKS: Final = frozenset(
 _PAIR: Final = 2
 """Number of the dimensions (batch, tokens)."""
 _NUMBERS: Final = itertools.count(1)
-"""Of sequences: 0 is that of the one of a member of batches."""
+"""Numbers of sequences; 0 is the one sequence of a member of batches."""
 
 
 class TokenStack(NamedTuple):
@@ -212,7 +212,7 @@ class _Sequence(NamedTuple):
     """Prompts and length of the sequences of a KV cache."""
 
     prompt: tuple[Tensor, int] | None
-    """Tokens of the prompts, (batch,), and their columns; None if nobody tells where they end."""
+    """Tokens of the prompts, (batch,), and their columns; None if no source says where they end."""
     seen: int
     """Columns that ran, padding included."""
     ends: Tensor
@@ -299,8 +299,8 @@ class Sequences:
         past = call.past(before)
         generation = None if stack.encoder else self._generation(module, call, past)
         if generation is not None and call.cache is None and generation.has_run:
-            # Without a cache all tokens run again; else the model has one of its own, and a longer
-            # mask may tell.
+            # Without a cache all tokens run again. Else the model keeps its own cache, and a longer
+            # mask may show how many tokens it holds.
             past = past or None if generation.use_cache else 0
         goes_on = before if before is not None and past and past == before.seen else None
         positions = call.positions(past, generation, goes_on)
@@ -362,7 +362,7 @@ class Sequences:
         return known
 
     def _lengths(self, call: _StackCall, found: Tensor | None) -> Tensor | None:
-        """Returns the lengths of the prompts of a call; None if nobody tells them."""
+        """Returns the lengths of the prompts of a call; None if no source gives them."""
         if not self.prompt:
             return found if found is not None and len(found) == call.batch else None
         if len(self.prompt) not in {1, call.batch}:
@@ -373,8 +373,8 @@ class Sequences:
     def _generate_of(self, module: nn.Module) -> dict[str, Any] | None:
         """Returns the local variables of the call of transformers' `generate` that a call is in.
 
-        They are read where they are: each call has its own, on its thread, and nothing of
-        transformers is changed. That of an assistant, which drafts, is part of the one it assists.
+        They are read from the stack frame: each call has one, on its thread, and nothing of
+        transformers is changed. An assistant, which drafts, runs inside the call that it assists.
         """
         local: dict[str, Any] | None = None
         frame: FrameType | None = sys._getframe()
@@ -476,10 +476,10 @@ class _StackCall:
 def _number_of(
     call: _StackCall, past: int | None, before: _Sequence | None, generation: _GenerateCall | None
 ) -> int:
-    """Returns the number of the sequences that a call goes on with, or that of new ones."""
+    """Returns the number of the sequences that a call continues, or a new one."""
     if generation is not None and generation.beams:
         return next(_NUMBERS)
-    # A model may draft for itself: what it then runs with the drafts takes the place of their rows.
+    # A model may draft for itself: its call with the drafts replaces their rows.
     if generation is not None and generation.drafts:
         return generation.number
     if before is not None and past:
@@ -502,7 +502,7 @@ def _has_states_alone(cache: Any) -> bool:
 
 
 def _lasting(cache: Any) -> Any:
-    """Returns what a cache is known by: of a list of states, written in place, the first one."""
+    """Returns the key of a cache: the first of a list of states, which are written in place."""
     states = isinstance(cache, tuple | list) and cache and isinstance(cache[0], Tensor)
     return cache[0] if states else cache
 
@@ -572,7 +572,7 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
 def _watch(
     local: Mapping[str, Any], generation: _GenerateCall, accept: Callable[[int], None]
 ) -> None:
-    """Has the criteria by which a call of `generate` stops tell what it accepted, step by step.
+    """Has the stopping criteria of a call of `generate` report its accepted tokens, step by step.
 
     The list of them is made for the call. There is one row: others `generate` does not draft for.
     """

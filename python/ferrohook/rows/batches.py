@@ -163,7 +163,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     gathered: Gathered | None = None,
     warn: bool = True,
 ) -> Batch:
-    """Makes a context whose calls serve many requests, each with rows of its own.
+    """Makes a context whose calls serve many requests, each on its own rows.
 
     A request's hooks see arguments and output in which each tensor that has the rows of the batch
     along `dim` is narrowed to the request's own: a view of a slice, a copy of other rows. They
@@ -179,7 +179,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
 
     Args:
         rows: rows of each member. A member is a `Request` that is open and not entered, a `Scope`
-            or a `capture`. Rows that are nobody's are padding.
+            or a `capture`. Rows without a member are padding.
         dim: dimension of the rows; 1 for tensors of (1, tokens, width).
         size: number of rows. If neither it nor `positions` is given, it is read from the first
             tensor that the model of a request is called with; in calls of other modules it ends
@@ -191,7 +191,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
             own.
         gathered: modules whose tensors have other rows, by selector or module, such as `lm_head`
             that runs on the last rows alone. The value is an index tensor: row `i` of the module's
-            tensors is row `index[i]` of the batch, or nobody's if negative. Or a function `(module,
+            tensors is row `index[i]` of the batch, or padding if negative. Or a function `(module,
             args, kwargs, output)` that returns it, with output None before the module runs. Or a
             tuple of one of these and the dimension of the rows.
         warn: warn as it is left of members no module of which ran; `Batch.silent` lists them.
@@ -242,7 +242,7 @@ def batch_of_step(
     Args:
         rows: requests of one model, and their rows.
         dim: dimension of the rows.
-        size: number of rows, those that are nobody's included.
+        size: number of rows, padding included.
         gathered: modules that see other rows, see `batch`; read as they are called.
 
     Raises:

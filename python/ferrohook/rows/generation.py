@@ -80,7 +80,7 @@ class _GenerationBatch(Batch):
         self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
 
     def accept(self, tokens: int) -> None:
-        """Takes back the rows of rejected drafts; `tokens`: number of those that stay."""
+        """Takes back the rows of rejected drafts; `tokens`: number of accepted ones."""
         for request in self._places:
             request.accept(tokens)
 
@@ -93,7 +93,7 @@ class _GenerationBatch(Batch):
 def generating(requests: Sequence[Request | None]) -> Batch:
     """Makes a batch for `model.generate` of transformers, which a request shares for each prompt.
 
-    The positions of each forward are found from `generate` and from what the model is called with:
+    The positions of each forward are found from `generate` and from the inputs of the model:
     `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, in prompts that are
     chunked or behind a cache and with drafts too, and a capture has the activations of all
     positions that ran, (positions, ...). A prompt that ends before the others goes on with padding

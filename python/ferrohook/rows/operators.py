@@ -29,7 +29,7 @@ class Site(Protocol):
     """A site: kernels on the CPU ask it for whom they run, those on a GPU tell it of a use."""
 
     index: Tensor
-    """Rows of the table for those of the batch, on the CPU."""
+    """Row of the table for each row of the batch, on the CPU."""
     calls: int
     """Calls that it served on the CPU, and their rows, as `calls_of` reads them."""
 
@@ -95,7 +95,7 @@ def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
         rows = rows.view(count, *[1] * (len(shape) - dim - 2), shape[-1])
     if count == shape[dim]:
         return _sum(x, rows)
-    steered = x.clone()  # rows behind those of the tables are nobody's
+    steered = x.clone()  # rows past those in the tables are padding
     own = steered.narrow(dim, 0, count)
     own.copy_(_sum(own, rows))
     return steered
@@ -130,7 +130,7 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
             places = places[: len(rows)]
             wanted = (places < len(kept) - 1).nonzero().flatten()
             kept.index_copy_(0, places[wanted], rows[wanted].to(kept.dtype))
-        # Behind the copy: rows of an interrupted one would be somebody's.
+        # After the copy: an interrupted copy must not count, or a request would read its rows.
         site.calls += x.shape[dim] * _ROWS + 1
         return
     if site is not None:

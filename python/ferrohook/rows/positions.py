@@ -23,7 +23,7 @@ def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tu
 
     Args:
         ats: positions of its plan.
-        positions: those of its tokens, on the host.
+        positions: positions of its tokens, on the host.
         lengths: of its prompts, see `check_lengths`.
     """
     prompts = torch.tensor(lengths or [0])

@@ -1,4 +1,4 @@
-"""Captures at sites: rows that calls left in a table, and what the calls were."""
+"""Captures at sites: rows that calls left in a table, and counts of the calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
     members: OpenMembers
     wanted: list[Wanted]
     rows: list[Tensor]
-    """Those that each of them keeps: (sites, rows, width)."""
+    """The rows that each site keeps: (sites, rows, width)."""
     counts: list[int] | Tensor
     """Calls and their rows at each site, as `calls_of` reads them; on the host."""
     complete: torch.cuda.Event | None
@@ -56,8 +56,8 @@ class Taken(NamedTuple):
 class SiteCaptures:
     """Stores rows that sites kept with their requests, once it is known which sites ran.
 
-    A GPU is asked without waiting: what it has not answered yet is stored later, at the latest when
-    it is read.
+    A GPU is asked without waiting. If it has not answered yet, the rows are stored later, at the
+    latest when they are read.
     """
 
     def __init__(self, names: Sequence[str], dim: int, form: str) -> None:

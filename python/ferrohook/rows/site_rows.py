@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     """A capture of a plan at sites."""
 
     capture: int
-    """Its number among those of the plan."""
+    """Its index in the plan."""
     sites: tuple[int, ...]
     places: tuple[int, ...]
     """Indices of the sites' names in the collector."""
@@ -113,7 +113,7 @@ class SiteRows:
             self.wanted.append(Wanted(number, request, kept, taken, known))
 
     def places(self) -> Tensor:
-        """Returns the place of each row at each site; `nobody` for those that are not kept."""
+        """Returns the place of each row at each site; `nobody` for rows that are not kept."""
         places = torch.full(self._shape, self._nobody)
         for sites, rows in self._kept.items():
             columns = torch.tensor(rows, dtype=torch.long)

@@ -57,9 +57,9 @@ _OPEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]] = weakref.WeakKe
 
 
 def nobody(dtype: torch.dtype) -> complex:
-    """Returns the number in rows that nobody changes.
+    """Returns the number that fills unsteered rows.
 
-    Adding it changes no bit, as adding 0.0 would of -0.0.
+    `-0.0`, because `-0.0 + 0.0` is `0.0`: adding it leaves every bit as it is.
     """
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0
 
@@ -152,7 +152,7 @@ class Sites(SitesBase):
         self._version: int | None = None
         """Changes of the members' hooks that the tables know of; None while they are written."""
         self._written = 0
-        """Rows of the tables that may be somebody's; nobody's stand behind them."""
+        """Number of leading table rows in use; the rest are unsteered."""
         self._model = weakref.ref(model)
         operators.define()
         expected = f"a width of {width} and {self._kept.dtype}"
@@ -207,7 +207,7 @@ class Sites(SitesBase):
             tap(part_of(output, part).detach(), kept, calls, places, dim)
             return output
 
-        # While they are open, nobody need keep them.
+        # The hook keeps them alive while they are open.
         vars(hook)["sites"] = self
         return hook
 
@@ -242,12 +242,12 @@ class Sites(SitesBase):
             raise RowsError(msg)
         self._serve(batch)
         self._expected = batch.size, self._table.shape[-1], self._table.dtype
-        # What an interrupted batch has left is nobody's.
+        # Rows that an interrupted batch left belong to no request.
         self._served, self._wanted, self._version = served, [], None
         self._settle([*programs.values()])
 
     def _refusal(self, batch: BatchBase) -> str | None:  # noqa: PLR0911 (one for each reason)
-        """Returns why a batch cannot be served, whoever its members are; None if it can."""
+        """Returns why a batch cannot be served, regardless of its members; None if it can."""
         if self.closed:
             return "these sites were closed"
         if isinstance(torch.empty(0), FakeTensor):
@@ -274,7 +274,7 @@ class Sites(SitesBase):
 
         Args:
             request: a member of a batch.
-            trees: those of its other members, which hold.
+            trees: trees of its other members, which are up to date.
         """
         expect(request, Request, "sites serve requests of plans")
         prepared = request.prepared
@@ -354,7 +354,7 @@ class Sites(SitesBase):
             raise HookError(msg)
 
     def _settle(self, wanted: list[Program]) -> None:
-        """Gives each program of a batch a row of the tables, those of others where none is free."""
+        """Gives each program of a batch a row of the tables, evicting others if none is free."""
         new = [program for program in wanted if not program.slot]
         if not new:
             return
@@ -450,7 +450,7 @@ class Sites(SitesBase):
         return False
 
     def _collect(self) -> None:
-        """Stores what was kept since the tables were written with the requests."""
+        """Stores captured rows since the tables were written, in their requests."""
         batch, wanted = self._serving, self._wanted
         if wanted:
             self._wanted = []
@@ -497,14 +497,14 @@ class Sites(SitesBase):
         batch._mark_ran(ran)
 
     def end_service(self, batch: BatchBase) -> None:
-        """Stores what was kept, and ends the service of a batch."""
+        """Stores captured rows, and ends the service of a batch."""
         if self._serving is not batch:
             return
         with self._tables:
             try:
                 self._collect()
             finally:
-                if not self._on_cpu:  # where no graph is replayed that asks nobody
+                if not self._on_cpu:  # a replayed graph steers by the tables until they are cleared
                     self._indexed = None
                     self._index[:, : self._written] = 0
                     self._written = 0
@@ -551,12 +551,12 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     between two calls of `Batch.move`).
 
     A call in which the rows are not found fails the requests that have hooks at the site, as in any
-    batch. On the CPU a request that fails, is closed or is late is served no more, and neither are
-    calls in contexts that have not entered the batch. A GPU has one table for all calls: make none
-    beside the batch. There a request that ends is steered until the next batch or `move`, and other
-    rows than those of the batch are found where some are kept. The model may run on another stream
-    than the batch is entered on. Nothing is known of a replayed graph's stream: have the two wait
-    for each other before and behind the replay, inside the batch.
+    batch. On the CPU each call checks its batch: a failed, closed or late request stops at once,
+    and calls in contexts that have not entered the batch are not served. A GPU has one table for
+    all calls: run no other calls during the batch. There a request that ends is steered until the
+    next batch or `move`, and a call with other rows than the batch is noticed only where rows are
+    kept. The model may run on another stream than the batch is entered on. The stream of a replayed
+    graph is unknown: have the two wait for each other before and after it, inside the batch.
 
     Several vectors that a request adds at a site are added up first. The bytes of the tables are
     logged, as information, before they are taken.
@@ -570,11 +570,11 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         dim: dimension of the rows.
         output_index: the tensor in an output that is a tuple, or `"sum"`: of hidden state and
             residual; the vector is added to the hidden state, and the sum is kept.
-        width: last dimension; None for `hidden_size` of the model's `config`, or for that of a
+        width: last dimension; None for `hidden_size` of the model's `config`, or for the width of a
             Linear, Embedding or LayerNorm.
-        dtype: of the tables and of captures, that of the outputs or a wider one; None for that of
-            the model's first parameter of floating point.
-        device: of the tables; None for that of the model's first parameter.
+        dtype: of the tables and of captures: the dtype of the outputs or a wider one; None for the
+            dtype of the model's first parameter of floating point.
+        device: of the tables; None for the device of the model's first parameter.
 
     Raises:
         HookTypeError: an argument has the wrong type, or `width` is not known.
