@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.attach.attention import DIMENSIONS, POINTS
+from ferrohook.quantity.anatomy.subjects import Example, Subject
 from ferrohook.quantity.proofs.attention import look_inside
 from support.attention_models import KINDS, attention_model, attention_of, implemented, registered
 
@@ -20,7 +21,7 @@ IDS = torch.arange(1, 15).reshape(2, 7)
 
 
 def look(model: Any) -> Any:
-    found = look_inside(model, lambda: model(IDS))
+    found = look_inside(Subject(model, Example((IDS,), {}, (2, 7))))
     assert modeling.AttentionInterface.get_interface is ORIGINAL
     return found
 
@@ -78,4 +79,4 @@ def test_a_module_that_attends_twice_has_no_points() -> None:
 
 def test_a_model_of_another_library_has_nothing_inside() -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
-    assert look_inside(layer, lambda: layer(torch.ones(1, 3, 16))) == {}
+    assert look_inside(Subject(layer, Example((torch.ones(1, 3, 16),), {}, None))) == {}

@@ -20,7 +20,7 @@ from ferrohook.util.tables import html_table, text_table
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook.quantity.anatomy.looking import Example
+    from ferrohook.quantity.anatomy.subjects import Example
     from ferrohook.quantity.proofs.proved import Proved
 
 VERSION: Final = 1

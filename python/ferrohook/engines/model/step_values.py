@@ -7,7 +7,6 @@ as it comes, not as its request runs.
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ferrohook.attach.attention import is_point
 from ferrohook.effects.formulas import part_of
 from ferrohook.effects.interventions import Intervention
 from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import parts, rebuilt, tensors_in
 
 if TYPE_CHECKING:
@@ -56,19 +56,12 @@ def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[StepCall]]]:
         The calls so far, by module.
     """
     calls: dict[nn.Module, list[StepCall]] = {}
-    thread = threading.get_ident()
 
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if threading.get_ident() == thread:
-            call = StepCall(*map(_outline, (args, kwargs, output)))
-            calls.setdefault(module, []).append(call)
+    def note(_path: str, module: nn.Module, *call: Any) -> None:
+        calls.setdefault(module, []).append(StepCall(*map(_outline, call)))
 
-    hooks = [each.register_forward_hook(note, with_kwargs=True) for each in model.modules()]
-    try:
+    with observing(model, after=note):
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _outline(value: Any) -> Any:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from ferrohook.quantity.anatomy.observe import observing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
@@ -36,15 +38,8 @@ def stream_layers(model: nn.Module, forward: Callable[[], object]) -> list[str]:
         if pending is not None and output is pending.value:
             found.append(name)
 
-    hooks = [
-        module.register_forward_hook(functools.partial(note, name), with_kwargs=True)
-        for name, module in model.named_modules()
-    ]
-    try:
+    with observing(model, after=note):
         forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 

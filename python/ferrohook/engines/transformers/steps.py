@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -19,6 +18,7 @@ from ferrohook.attach.attention import attended
 from ferrohook.engines.model.step_values import StepValues, observed
 from ferrohook.engines.steps import Span, Step
 from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -177,18 +177,16 @@ def _run(
     )
     inputs = io.get_model_kwargs(use_padding=False)
     embedded: list[Any] = []
-    thread = threading.get_ident()
 
-    def embed(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if threading.get_ident() == thread:
-            embedded.append(args[0].tolist())
+    def embed(_path: str, _module: nn.Module, args: tuple[Tensor, ...], _kwargs: Any) -> None:
+        embedded.append(args[0].tolist())
 
-    handle = model.get_input_embeddings().register_forward_pre_hook(embed)
-    try:
-        with observed(model) as calls, attended() as heads:
-            processor.model_runner.compute_batch(model, inputs)
-        if io.compute_stream is not None:  # the engine's first step writes over its inputs
-            io.compute_stream.synchronize()
-    finally:
-        handle.remove()
+    with (
+        observing(model.get_input_embeddings(), embed),
+        observed(model) as calls,
+        attended() as heads,
+    ):
+        processor.model_runner.compute_batch(model, inputs)
+    if io.compute_stream is not None:  # the engine's first step writes over its inputs
+        io.compute_stream.synchronize()
     return inputs, embedded, calls, heads

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 
 from ferrohook.engines.wire import digest_of
+from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -63,26 +64,16 @@ class Ranks:
         def add(name: str, value: Any) -> None:
             digests[name] += [digest_of(each.contiguous()) for each in tensors_in(value)]
 
-        def hook(name: str, module: nn.Module) -> list[Any]:
-            def taking(_module: nn.Module, args: Any, kwargs: Any) -> None:
-                add(name, (args, kwargs))
+        def taking(name: str, _module: nn.Module, *call: Any) -> None:
+            add(name, call)
 
-            def returning(module: nn.Module, _args: Any, output: Any) -> None:
-                if _is_sharded(module):
-                    fill(output, noise)
-                add(name, output)
+        def returning(name: str, module: nn.Module, *call: Any) -> None:
+            if _is_sharded(module):
+                fill(call[-1], noise)
+            add(name, call[-1])
 
-            return [
-                module.register_forward_pre_hook(taking, with_kwargs=True),
-                module.register_forward_hook(returning),
-            ]
-
-        hooks = [each for name, it in model.named_modules() for each in hook(name, it)]
-        try:
+        with observing(model, taking, returning):
             forward()
-        finally:
-            for each in hooks:
-                each.remove()
         first, *others = self.gathered(digests)
         return {name for name in first if any(other[name] != first[name] for other in others)}
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.quantity.anatomy.equations import Fit
-    from ferrohook.quantity.anatomy.looking import Look, ModuleCall
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall
     from ferrohook.quantity.anatomy.stacks import Block
 
 _ONE: Final = 1.0

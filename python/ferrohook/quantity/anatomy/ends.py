@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.quantity.anatomy.equations import fit, rounding
-from ferrohook.quantity.anatomy.looking import Hidden, ObservedTensor
+from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.quantity.anatomy.blocks import Anatomist
-    from ferrohook.quantity.anatomy.looking import Example, Look, ModuleCall
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall
+    from ferrohook.quantity.anatomy.subjects import Example, Subject
 
 _MOST_MODULES: Final = 6
 """Modules between the embedding and the first block, or the last norm and the logits, at most."""
@@ -72,18 +73,16 @@ class Ending(NamedTuple):
         return f"{text} = logits"
 
 
-def beginning(
-    model: nn.Module, look: Look, example: Example, stream: int, start: int
-) -> Beginning | str:
+def beginning(subject: Subject, look: Look, stream: int, start: int) -> Beginning | str:
     """Finds how the stream begins; the reason if it does not.
 
     Args:
-        model: the copy that was looked at.
+        subject: the copy that was looked at.
         look: of the copy.
-        example: arguments of the call.
         stream: value that the first block takes.
         start: time at which it begins.
     """
+    model, example = subject.model, subject.example
     ids = [
         each
         for each in tensors_in([*example.args, *example.kwargs.values()])

@@ -11,7 +11,7 @@ from ferrohook.quantity.anatomy.sublayers import Sublayer, Tracer
 if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.looking import ObservedTensor
+    from ferrohook.quantity.anatomy.observe import ObservedTensor
     from ferrohook.quantity.anatomy.stacks import Block
 
 TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp": "mlp"}

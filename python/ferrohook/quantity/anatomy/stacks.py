@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferrohook.quantity.anatomy.looking import ObservedTensor
+from ferrohook.quantity.anatomy.observe import ObservedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ferrohook.quantity.anatomy.looking import Look, ModuleCall
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall
 
 _NUMBERED = re.compile(r"\d+$")
 

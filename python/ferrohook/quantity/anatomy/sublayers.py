@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrohook.quantity.anatomy.looking import Hidden, ObservedTensor
+from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
-    from ferrohook.quantity.anatomy.looking import ModuleCall
+    from ferrohook.quantity.anatomy.observe import ModuleCall
     from ferrohook.quantity.anatomy.stacks import Block
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrohook.errors import HookError
-from ferrohook.quantity.anatomy.looking import Look, noise
+from ferrohook.quantity.anatomy.observe import noise
 from ferrohook.quantity.anatomy.parts import TITLES
 from ferrohook.quantity.proofs.checks import Checks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
-    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import ObservedTensor
     from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
+    from ferrohook.quantity.anatomy.subjects import Subject
     from ferrohook.quantity.proofs.proved import Proved
 
 
@@ -23,14 +22,12 @@ class Arrivals:
     """Writes to the quantities of one model.
 
     Args:
-        model: the copy that was looked at.
-        example: arguments of the call.
+        subject: the copy that was looked at.
         stacks: of the model.
     """
 
-    def __init__(self, model: nn.Module, example: Example, stacks: Sequence[BlockStack]) -> None:
-        self._model = model
-        self._example = example
+    def __init__(self, subject: Subject, stacks: Sequence[BlockStack]) -> None:
+        self._subject = subject
         self._stacks = stacks
 
     def prove(self, proved: Sequence[Proved]) -> None:
@@ -54,10 +51,10 @@ class Arrivals:
     def _residuals(self, written: dict[str, ObservedTensor]) -> dict[str, float]:
         """Returns residuals of the names whose equations hold while all of them are written to."""
         try:
-            look = Look(self._model, self._example, dict.fromkeys(written.values(), noise(0.5)))
+            look = self._subject.look(dict.fromkeys(written.values(), noise(0.5)))
         except HookError:
             return {}
-        check = Checks(self._model, look)
+        check = Checks(self._subject.model, look)
         for stack in self._stacks:
             for part in stack.parts:
                 _check_part(check, stack, part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,16 +12,17 @@ from ferrohook._core import Attachment
 from ferrohook.attach.attention import DIMENSIONS, POINTS, attended, attended_to, points_of
 from ferrohook.attach.instrument import attach
 from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.observe import noise, observing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
-    from ferrohook.attach.attention import Attended, AttentionPoint
+    from ferrohook.attach.attention import Attended
+    from ferrohook.quantity.anatomy.subjects import Subject
 
 EQUATION: Final = "softmax(q @ k, scaled and masked) @ v = pattern @ v = z"
 _ROUNDINGS: Final = 64
 """Roundings, of the largest element, by which the sides may differ."""
-_SEED: Final = 27
 
 
 class Inside(NamedTuple):
@@ -52,34 +52,33 @@ class FoundHeads(NamedTuple):
     """Of the look, flattened to (batch, tokens, heads * head_dim)."""
 
 
-def look_inside(
-    model: nn.Module, call: Callable[[], Any], tokens: int | None = None
-) -> dict[str, FoundHeads]:
+def look_inside(subject: Subject) -> dict[str, FoundHeads]:
     """Proves the quantities inside the attention modules of a model.
 
     The model's own eager attention, whatever function it runs by, says what the pattern of q and k
     is; it is theirs if it gives z, together with v. Then each is written to in a call of its own.
 
+    What attends to other things than tokens, to the blocks before say, has the tokens in the place
+    of heads, and is left out.
+
     Args:
-        model: a model, or a copy of one; hooks stay on none of its modules.
-        call: calls it, alike each time.
-        tokens: of a row of that call, if they are known. What attends to other things than tokens,
-            to the blocks before say, has the tokens in the place of heads, and is left out.
+        subject: a copy of the model; hooks stay on none of its modules.
 
     Returns:
         What was found, by the path of the attention module. Empty for a model whose attention is
         computed by no function of transformers' `AttentionInterface`.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    with torch.no_grad(), attended() as calls:
-        call()
+    tokens = None if subject.example.shape is None else subject.example.shape[1]
+    names = {id(module): name for name, module in subject.model.named_modules()}
+    with attended() as calls:
+        subject.forward()
     found: dict[str, list[Attended]] = {}
     for each in calls:
         name = names.get(id(each.module))
         if name is not None and not each.q.shape[1] != tokens == each.q.shape[2]:
             found.setdefault(name, []).append(each)
     once = {name: each[0] for name, each in found.items() if len(each) == 1}
-    written = {point: _arrivals(once, call, point) if once else {} for point in POINTS}
+    written = {point: _arrivals(once, subject, point) if once else {} for point in POINTS}
     heads = {}
     for name, (first, *others) in found.items():
         if others:
@@ -128,21 +127,29 @@ def _tolerance(*tensors: Tensor) -> float:
 # --- Writing ----------------------------------------------------------------------------------
 
 
-def _arrivals(modules: Mapping[str, Attended], call: Callable[[], Any], point: str) -> set[str]:
+def _arrivals(modules: Mapping[str, Attended], subject: Subject, point: str) -> set[str]:
     """Returns the names of modules in which what is written to a point arrives as it should."""
     written: dict[str, Tensor] = {}
     taken: dict[str, list[Tensor]] = {name: [] for name in modules}
-    with contextlib.ExitStack() as stack:
+
+    def see(path: str, _module: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         for name, each in modules.items():
-            points = points_of(each.module)
+            if path.startswith(f"{name}.") and args and isinstance(args[0], Tensor):
+                taken[name] += [args[0]] if args[0].numel() == each.z.numel() else []
+
+    points = {name: getattr(points_of(each.module), point) for name, each in modules.items()}
+    attachment = Attachment()
+    attach(points, attachment)
+    try:
+        for name, each in points.items():
             change = functools.partial(_change, written, name)
-            stack.enter_context(_hooked(getattr(points, point), change))
-            stack.enter_context(_inputs_seen(each, taken[name]))
-        try:
-            with torch.no_grad(), attended() as calls:
-                call()
-        except Exception:  # noqa: BLE001 (a model that fails where it is written to, of any class)
-            return set()
+            attachment.register([each], "forward", change, names=[name])
+        with observing(subject.model, see), attended() as calls:
+            subject.forward()
+    except Exception:  # noqa: BLE001 (a model that fails where it is written to, of any class)
+        return set()
+    finally:
+        attachment.release()
     after = {id(each.module): each for each in calls}
     return {
         name
@@ -169,36 +176,5 @@ def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) ->
 
 def _change(written: dict[str, Tensor], name: str, _point: nn.Module, _args: Any, x: Tensor) -> Any:
     """Adds noise to a tensor, and keeps the sum."""
-    generator = torch.Generator().manual_seed(_SEED + x.numel())
-    noise = torch.randn(x.shape, generator=generator).to(x)
-    written[name] = changed = x + noise * x.std(correction=0).clamp(min=1e-6) / 2
+    written[name] = changed = noise(0.5)(x)
     return changed
-
-
-@contextlib.contextmanager
-def _hooked(point: AttentionPoint, hook: Callable[..., Any]) -> Iterator[None]:
-    attachment = Attachment()
-    attach({point.name: point}, attachment)
-    try:
-        attachment.register([point], "forward", hook, names=[point.name])
-        yield
-    finally:
-        attachment.release()
-
-
-@contextlib.contextmanager
-def _inputs_seen(attended: Attended, seen: list[Tensor]) -> Iterator[None]:
-    """Keeps what modules inside an attention module take that has as many elements as z."""
-    size = attended.z.numel()
-
-    def see(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].numel() == size:
-            seen.append(args[0])
-
-    inside = [each for each in attended.module.modules() if each is not attended.module]
-    handles = [each.register_forward_pre_hook(see) for each in inside]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ferrohook.quantity.anatomy.blocks import StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.looking import Look, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.sublayers import Entry, Sublayer
 
 _ROUNDINGS: Final = 64

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import ALIKE
-from ferrohook.quantity.anatomy.looking import Look, noise
+from ferrohook.quantity.anatomy.observe import noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
+    from ferrohook.quantity.anatomy.subjects import Subject
     from ferrohook.quantity.anatomy.sublayers import Sublayer
     from ferrohook.quantity.proofs.attention import FoundHeads
 
@@ -26,17 +27,13 @@ class Classifier:
     """Tells the kinds of the sublayers of one model.
 
     Args:
-        model: the copy that was looked at.
-        example: arguments of the call.
+        subject: the copy that was looked at.
         look: of the copy.
         heads: what was found inside its attention modules, by path.
     """
 
-    def __init__(
-        self, model: nn.Module, example: Example, look: Look, heads: Mapping[str, FoundHeads]
-    ) -> None:
-        self._model = model
-        self._example = example
+    def __init__(self, subject: Subject, look: Look, heads: Mapping[str, FoundHeads]) -> None:
+        self._subject = subject
         self._look = look
         self._heads = heads
 
@@ -94,7 +91,7 @@ class Classifier:
         for site, tensor in clean.items():
             writes[site] = _replacing(tensor if change is None else change(tensor))
         try:
-            return Look(self._model, self._example, writes)
+            return self._subject.look(writes)
         except HookError:
             return None
 

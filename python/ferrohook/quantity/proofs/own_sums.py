@@ -9,7 +9,7 @@ from ferrohook.quantity.anatomy.equations import fit, rounding
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.quantity.anatomy.looking import Look, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.parts import BlockParts
     from ferrohook.quantity.anatomy.sublayers import Sublayer
 

@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import ObservedTensor
+    from ferrohook.quantity.anatomy.subjects import Example
 
 
 @dataclasses.dataclass

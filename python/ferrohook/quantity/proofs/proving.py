@@ -18,15 +18,14 @@ from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.blocks import Anatomist
 from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import ALIKE, fit
-from ferrohook.quantity.anatomy.looking import (
-    Look,
-    ObservedTensor,
+from ferrohook.quantity.anatomy.observe import ObservedTensor
+from ferrohook.quantity.anatomy.parts import TITLES, stacks_of
+from ferrohook.quantity.anatomy.subjects import (
+    Subject,
     example_of,
     make_generic,
     structural_copy,
-    undisturbed,
 )
-from ferrohook.quantity.anatomy.parts import TITLES, stacks_of
 from ferrohook.quantity.proofs.arrivals import Arrivals
 from ferrohook.quantity.proofs.attention import EQUATION, look_inside
 from ferrohook.quantity.proofs.kinds import Classifier
@@ -45,7 +44,7 @@ from ferrohook.quantity.proofs.routers import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ferrohook.quantity.anatomy.looking import Example
+    from ferrohook.quantity.anatomy.observe import Look
     from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.sublayers import Sublayer
@@ -66,18 +65,12 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             copied, or two looks at it differ.
     """
     example = example_of(model, args, kwargs)
-    plain = structural_copy(model)
-    first = Look(plain, example)
-    _check_same(model, first, Look(plain, example))
-    generic = structural_copy(model)
-    make_generic(generic)
-
-    def call() -> None:
-        with undisturbed():
-            generic(*example.args, **example.kwargs)
-
-    tokens = None if example.shape is None else example.shape[1]
-    return _ModelProver(generic, example, first, look_inside(generic, call, tokens)).findings()
+    plain = Subject(structural_copy(model), example)
+    first = plain.look()
+    _check_same(model, first, plain.look())
+    generic = Subject(structural_copy(model), example)
+    make_generic(generic.model)
+    return _ModelProver(generic, first, look_inside(generic)).findings()
 
 
 def _check_same(model: nn.Module, one: Look, other: Look) -> None:
@@ -110,21 +103,17 @@ class _ModelProver:
     """Proves the quantities of one model.
 
     Args:
-        model: a copy with uneven parameters.
-        example: arguments of the call.
+        subject: a copy with uneven parameters.
         first: a look at the model with its own parameters.
         heads: what was found inside its attention modules, by path.
     """
 
-    def __init__(
-        self, model: nn.Module, example: Example, first: Look, heads: dict[str, FoundHeads]
-    ) -> None:
-        self._model = model
-        self._example = example
+    def __init__(self, subject: Subject, first: Look, heads: dict[str, FoundHeads]) -> None:
+        self._subject = subject
         self._first = first
         self._heads = heads
-        self._look = Look(model, example)
-        self._anatomist = Anatomist(model, self._look)
+        self._look = subject.look()
+        self._anatomist = Anatomist(subject.model, self._look)
         self._proved: list[Proved] = []
         self._missing: dict[str, str] = {}
         self._sums = OwnSums(self._look, first)
@@ -136,7 +125,7 @@ class _ModelProver:
         stacks = [] if isinstance(found, str) else found
         if isinstance(found, str):
             self._missing["resid_post"] = found
-        classifier = Classifier(self._model, self._example, self._look, self._heads)
+        classifier = Classifier(self._subject, self._look, self._heads)
         for stack in stacks:
             classifier.classify(stack, [each for each in stacks if each is not stack])
         for stack in stacks:
@@ -147,12 +136,12 @@ class _ModelProver:
                 self._name(stack, part)
             self._around(stack)
         streams = [each for each in self._proved if each.name not in self._routed]
-        Arrivals(self._model, self._example, stacks).prove(streams)
+        Arrivals(self._subject, stacks).prove(streams)
         if self._routed:
-            arrived = arrive(self._model, self._example, self._routed)
+            arrived = arrive(self._subject, self._routed)
             for each in self._proved:
                 each.writable |= each.name in arrived
-        return Findings(self._proved, self._missing, self._example)
+        return Findings(self._proved, self._missing, self._subject.example)
 
     def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix
@@ -206,7 +195,7 @@ class _ModelProver:
             if part.kinds.get(each.contribution) in {"attention", "cross", "mixer"}
             for path in each.inside
         }
-        block = self._model.get_submodule(part.block.path)
+        block = self._subject.model.get_submodule(part.block.path)
         return has_experts(block, apart) or any(weighed(self._look, part.block.path))
 
     def _mid(self, stack: BlockStack, part: BlockParts) -> None:
@@ -318,7 +307,7 @@ class _ModelProver:
         """Finds what is before the first block and behind the last."""
         first, last = stack.parts[0].block, stack.parts[-1].block
         stream = self._look.sites[first.before].value
-        began = beginning(self._model, self._look, self._example, stream, first.call.start)
+        began = beginning(self._subject, self._look, stream, first.call.start)
         name = f"{stack.prefix}embed"
         if isinstance(began, str):
             self._missing[name] = began

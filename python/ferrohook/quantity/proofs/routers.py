@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import rounding
-from ferrohook.quantity.anatomy.looking import Hidden, Look, noise
+from ferrohook.quantity.anatomy.observe import Hidden, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from ferrohook.quantity.anatomy.looking import Example, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
+    from ferrohook.quantity.anatomy.subjects import Subject
 
 _ROUNDINGS: Final = 64
 _LEAST_EXPERTS: Final = 2
@@ -141,16 +142,15 @@ def tolerance_of(look: Look) -> float:
     return _ROUNDINGS * max(rounding(each) for each in look.values)
 
 
-def arrive(model: nn.Module, example: Example, found: Mapping[str, Routed]) -> set[str]:
+def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
     """Returns the names of routers to which can be written: weights are those of what is written.
 
     Args:
-        model: the copy that was looked at.
-        example: arguments of the call.
+        subject: the copy that was looked at.
         found: routers by name.
     """
     try:
-        look = Look(model, example, {each.site: noise(0.5) for each in found.values()})
+        look = subject.look({each.site: noise(0.5) for each in found.values()})
     except HookError:
         return set()
     limit = tolerance_of(look)

@@ -1,0 +1,221 @@
+"""Subjects of looks: a copy of a model, and the call in which it is looked at."""
+
+# The copy shares the parameters with the model and nothing else: it is in eval mode, its hooks are
+# gone, and what its forwards change (caches, statistics) is its own. So a look leaves no trace,
+# whatever else uses the model meanwhile.
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook._core import keeps_state_in_torch_hooks, release_copy
+from ferrohook.attach.hook_info import find_registry
+from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.observe import Look, is_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ferrohook.quantity.anatomy.observe import Writes
+
+ROWS: Final = 2
+"""Rows of an example that is made for a model."""
+TOKENS: Final = 7
+"""Tokens of each of its rows."""
+_NOISE: Final = 0.1
+"""Size of the noise on parameters whose elements are all equal."""
+_SEED: Final = 20
+
+
+class Example(NamedTuple):
+    """Arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, int] | None
+    """Rows and tokens of a row; None if they are not known."""
+
+
+class Subject:
+    """A model that is looked at, and the call in which it is.
+
+    Args:
+        model: a structural copy, see `structural_copy`.
+        example: arguments of the call.
+    """
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        self.model = model
+        self.example = example
+
+    def forward(self) -> None:
+        """Calls the model with the example."""
+        with undisturbed():
+            self.model(*self.example.args, **self.example.kwargs)
+
+    def look(self, writes: Writes | None = None) -> Look:
+        """Observes one call.
+
+        Args:
+            writes: changes of tensors; a changed one is seen before and after.
+
+        Raises:
+            HookError: the model failed.
+        """
+        try:
+            return Look(self.model, self.forward, writes)
+        except Exception as error:
+            msg = (
+                f"{self.model._get_name()} cannot be looked at: its forward failed with "
+                f"{type(error).__name__}: {error}; pass an example that it takes to fh.quantities"
+            )
+            raise HookError(msg) from error
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Runs a forward without gradients and with a random state of its own."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.no_grad():
+        torch.manual_seed(_SEED)
+        yield
+
+
+def structural_copy(model: nn.Module) -> nn.Module:
+    """Copies the modules of a model and shares its parameters, in eval mode and without hooks.
+
+    Raises:
+        HookError: the model cannot be copied.
+    """
+    # `deepcopy` takes what is in its memo; it refuses tensors that are results of operations.
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in _shared(model)}
+    try:
+        copied: nn.Module = copy.deepcopy(model, shared)
+    except Exception as error:
+        msg = (
+            f"{model._get_name()} cannot be looked at: copying it failed with "
+            f"{type(error).__name__}: {error}"
+        )
+        raise HookError(msg) from error
+    for module in copied.modules():
+        release_copy(module)
+        if (registry := find_registry(module)) is not None:
+            registry.clear()
+        _remove_hooks(module)
+    return copied.eval()
+
+
+def _shared(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        yield from (each for each in module._parameters.values() if each is not None)
+        for each in vars(module).values():
+            if isinstance(each, Tensor) and not each.is_leaf:
+                yield each
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Removes torch's hooks but for those that compute parameters, and a compiled call."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(module, name)
+        for key in [key for key, hook in hooks.items() if not keeps_state_in_torch_hooks(hook)]:
+            del hooks[key]
+    vars(module).pop("_compiled_call_impl", None)
+
+
+def make_generic(model: nn.Module) -> None:
+    """Replaces parameters of a structural copy whose elements are all equal by uneven ones.
+
+    A bias of zero, a norm's weight of one and a factor of one make tensors equal that are others
+    once the model is trained: no equation between tensors of this copy holds by such a chance.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not _is_constant(parameter):
+                continue
+            if id(parameter) not in made:
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                size = parameter.detach().reshape(-1)[0].abs()
+                scaled = noise * _NOISE * (size if bool(size) else 1)
+                made[id(parameter)] = nn.Parameter(
+                    parameter.detach() + scaled, requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    if not is_kept(parameter):
+        return False
+    flat = parameter.detach().reshape(-1)
+    # The first elements tell of nearly all.
+    return bool((flat[:64] == flat[0]).all()) and bool((flat == flat[0]).all())
+
+
+def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+    """Returns the arguments of a call: those of the caller, or token ids that are made.
+
+    Raises:
+        HookError: there are none, and the model takes no `input_ids`.
+    """
+    if args or kwargs:
+        return Example(args, kwargs, _shape_of(args, kwargs))
+    names = _names(model)
+    if "input_ids" not in names:
+        msg = (
+            f"{model._get_name()} takes no input_ids, so an example is needed: "
+            "fh.quantities(model, x), with arguments of its forward"
+        )
+        raise HookError(msg)
+    made = {"input_ids": _token_ids(model)}
+    if "decoder_input_ids" in names:
+        made["decoder_input_ids"] = _token_ids(model).flip(0)
+    return Example((), made, (ROWS, TOKENS))
+
+
+def _names(model: nn.Module) -> Iterable[str]:
+    """Returns the names of a model's arguments.
+
+    Those of a model that passes any on are those of the first part that takes token ids.
+    """
+    names = _parameters(model)
+    if "input_ids" in names or all(each.kind is not each.VAR_KEYWORD for each in names.values()):
+        return names
+    inside = (_parameters(module) for module in model.modules())
+    return next((each for each in inside if "input_ids" in each), names)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns rows and tokens, if the first tensor has ids of tokens."""
+    tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    first = next(tensors, None)
+    if first is None or first.is_floating_point() or first.dim() != 2:  # noqa: PLR2004 (rows, tokens)
+        return None
+    return first.shape[0], first.shape[1]
+
+
+def _token_ids(model: nn.Module) -> Tensor:
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    entries = max((each.num_embeddings for each in tables), default=0)
+    config = getattr(model, "config", None)
+    size = getattr(getattr(config, "text_config", config), "vocab_size", None)
+    if isinstance(size, int):
+        entries = min(entries, size) if entries else size
+    # The first and last ids of a vocabulary are often special.
+    low, high = (entries // 4, entries - entries // 4) if entries > 4 else (0, max(entries, 1))  # noqa: PLR2004 (quarters)
+    generator = torch.Generator().manual_seed(_SEED)
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    return torch.randint(low, high, (ROWS, TOKENS), generator=generator).to(device)
