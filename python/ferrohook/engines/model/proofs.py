@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,15 @@ from ferrohook.effects.formulas import SUM
 from ferrohook.engines.model.modules import OBSERVED_ROWS, NamedTensors
 from ferrohook.quantity import Quantities, Quantity, remember
 from ferrohook.quantity.anatomy.equations import Terms, fit, rounding
+from ferrohook.quantity.anatomy.observe import Look, ObservedTensor, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-Change: TypeAlias = "Callable[[Tensor], Tensor]"
+    from ferrohook.quantity.anatomy.observe import Writes
+
 _ROWS_AND_WIDTH: Final = 2
 _ROUNDINGS: Final = 32
-_NOISE: Final = 0.5
-_SEED: Final = 27
 _BEHIND: Final = "the engine computes it behind the forward of its modules"
 
 
@@ -39,17 +39,8 @@ class HeadSizes(NamedTuple):
     head_dim: int
 
 
-class EngineTensor(NamedTuple):
-    """Tensor that a module takes or returns."""
-
-    path: str
-    inputs: bool
-    part: Any
-    """As `output_index` of a capture."""
-
-
-class StepTensors:
-    """Tensors of one forward with a row per token.
+class StepLook(Look):
+    """Look at a forward of a few tokens: the tensors with a row per token.
 
     Args:
         model: the engine's.
@@ -58,98 +49,31 @@ class StepTensors:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[[], object],
-        writes: Mapping[EngineTensor, Change] | None = None,
+        self, model: nn.Module, forward: Callable[[], object], writes: Writes | None = None
     ) -> None:
-        self.before: dict[EngineTensor, Tensor] = {}
-        """Tensors as modules took and returned them."""
-        self.after: dict[EngineTensor, Tensor] = {}
-        """Those that were changed."""
-        self.keywords: dict[str, list[Tensor]] = {}
-        """What modules took by keyword."""
-        self.times: dict[EngineTensor, int] = {}
-        self.starts: dict[str, int] = {}
-        self.ends: dict[str, int] = {}
-        self._writes = writes or {}
-        self._time = itertools.count()
-        self._calls: dict[str, int] = {}
-        handles = [it for path, module in model.named_modules() for it in self._hook(path, module)]
-        try:
-            forward()
-        finally:
-            for handle in handles:
-                handle.remove()
-        several = {path for path, count in self._calls.items() if count > 1}
-        for site in [site for site in self.before if site.path in several]:
-            del self.before[site]
+        super().__init__(model, forward, writes, has_rows)
+        self.ran = {call.path: call for call in self.calls}
+        """Last call of each module, by path."""
 
-    def _hook(self, path: str, module: nn.Module) -> Iterator[Any]:
-        def take(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self.starts[path] = now = next(self._time)
-            self._calls[path] = self._calls.get(path, 0) + 1
-            self.keywords[path] = [it.clone() for it in kwargs.values() if has_rows(it)]
-            alone = len(args) == 1
-            sites = [
-                EngineTensor(path, inputs=True, part=None if alone else place)
-                for place in range(len(args))
-            ]
-            return self._see_all(sites, args, now), kwargs
-
-        def give(_module: nn.Module, _args: Any, output: Any) -> Any:
-            self.ends[path] = now = next(self._time)
-            if not isinstance(output, tuple):
-                return self._see_all([EngineTensor(path, False, None)], [output], now)[0]  # noqa: FBT003 (a field)
-            sites = [EngineTensor(path, False, place) for place in range(len(output))]  # noqa: FBT003 (a field)
-            parts = self._see_all(sites, output, now)
-            if len(parts) == _ROWS_AND_WIDTH and all(map(has_rows, parts)):
-                parts = self._see_sum(path, *parts, now)
-            return parts
-
-        yield module.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
-        yield module.register_forward_hook(give)
-
-    def _see_all(
-        self, sites: Sequence[EngineTensor], values: Sequence[Any], time: int
-    ) -> tuple[Any, ...]:
-        pairs = zip(sites, values, strict=True)
-        return tuple(self._see(site, it, time) if has_rows(it) else it for site, it in pairs)
-
-    def _see_sum(self, path: str, hidden: Tensor, residual: Tensor, time: int) -> tuple[Any, ...]:
-        if hidden.shape != residual.shape:
-            return hidden, residual
-        whole = hidden + residual
-        changed = self._see(EngineTensor(path, False, SUM), whole, time)  # noqa: FBT003 (a field)
-        return (hidden if changed is whole else changed - residual), residual
-
-    def _see(self, site: EngineTensor, tensor: Tensor, time: int) -> Tensor:
-        self.before[site] = tensor.detach().clone()
-        self.times[site] = time
-        change = self._writes.get(site)
-        if change is None:
-            return tensor
-        changed = change(tensor)
-        self.after[site] = changed.detach().clone()
-        return changed
-
-    def now(self, site: EngineTensor) -> Tensor:
+    def now(self, site: ObservedTensor) -> Tensor:
         """Returns the tensor at a site, as it goes on."""
-        return self.after.get(site, self.before[site])
+        return self.tensor(site, after=True)
 
     def taken(self, path: str) -> list[Tensor]:
         """Returns the tensors that a module took, as it got them."""
-        own = [self.now(site) for site in self.before if site.path == path and site.inputs]
-        return own + self.keywords.get(path, [])
+        return [self.now(site) for site in self.sites if site.path == path and site.inputs]
 
-    def inside(self, path: str) -> list[EngineTensor]:
+    def inside(self, path: str) -> list[ObservedTensor]:
         """Returns the outputs of the modules inside one, in the order in which they ran."""
-        found = [
+        return [
             site
-            for site in self.before
-            if site.path.startswith(f"{path}.") and not site.inputs and site.part != SUM
+            for site in self.returned()
+            if site.path.startswith(f"{path}.") and site.part != SUM
         ]
-        return sorted(found, key=self.times.__getitem__)
+
+    def returned(self) -> list[ObservedTensor]:
+        """Returns the outputs of all modules, in the order in which they ran."""
+        return [site for site in self.sites if not site.inputs]
 
 
 def has_rows(value: Any) -> bool:
@@ -167,10 +91,10 @@ class _Found:
     """A quantity that is to be proved writable."""
 
     name: str
-    site: EngineTensor
+    site: ObservedTensor
     equation: str
     residual: float
-    arrives: Callable[[StepTensors], bool] | None = None
+    arrives: Callable[[StepLook], bool] | None = None
     """Tells in a forward in which it was written to whether the equation holds."""
     multiplier: float = 1.0
 
@@ -181,11 +105,11 @@ class _Block:
 
     index: int
     path: str
-    before: Callable[[StepTensors], Tensor]
+    before: Callable[[StepLook], Tensor]
     """Reads the stream that it takes."""
-    post: EngineTensor
-    mid: EngineTensor | None
-    terms: list[tuple[EngineTensor, float]]
+    post: ObservedTensor
+    mid: ObservedTensor | None
+    terms: list[tuple[ObservedTensor, float]]
     """Contributions in order, with their multipliers."""
     residual: float
 
@@ -232,11 +156,11 @@ class _EngineProver:
         self._model = model
         self._forward = forward
         self._places = places
-        self._look = StepTensors(model, forward)
+        self._look = StepLook(model, forward)
         self._heads = {
             path: sizes
             for path, module in model.named_modules()
-            if path in self._look.starts and (sizes := heads_of(module)) is not None
+            if path in self._look.ran and (sizes := heads_of(module)) is not None
         }
         self.heads: dict[str, tuple[int, int]] = {}
         self._found: list[_Found] = []
@@ -259,7 +183,7 @@ class _EngineProver:
                 part=each.site.part,
                 point=None,
                 multiplier=each.multiplier,
-                shape=tuple(self._look.before[each.site].shape),
+                shape=tuple(self._look.tensor(each.site).shape),
                 dimensions=("positions", _WIDTHS.get(each.name.partition(".")[0], "width")),
                 writable=each.name in arrived,
                 equation=each.equation,
@@ -274,7 +198,7 @@ class _EngineProver:
     def _blocks(self) -> list[_Block]:
         look = self._look
         stacks: dict[str, list[tuple[int, str]]] = {}
-        for path in look.starts:
+        for path in look.ran:
             parent, _, last = path.rpartition(".")
             if last.isdigit() and any(it.startswith(f"{path}.") for it in self._heads):
                 stacks.setdefault(parent, []).append((int(last), path))
@@ -299,17 +223,17 @@ class _EngineProver:
             stream = _reading(block.post)
         return blocks
 
-    def _first_stream(self, path: str) -> Callable[[StepTensors], Tensor] | None:
+    def _first_stream(self, path: str) -> Callable[[StepLook], Tensor] | None:
         if not self._look.taken(path):
             return None
 
-        def read(look: StepTensors) -> Tensor:
+        def read(look: StepLook) -> Tensor:
             return torch.stack(look.taken(path)).sum(0)
 
         return read
 
     def _apart(
-        self, index: int, path: str, stream: Callable[[StepTensors], Tensor], behind: str | None
+        self, index: int, path: str, stream: Callable[[StepLook], Tensor], behind: str | None
     ) -> _Block | str:
         """Finds the sums by which a block's output follows from its input; the reason if none."""
         look = self._look
@@ -317,7 +241,7 @@ class _EngineProver:
         values = self._values(path, before)
         residuals = []
         for post in self._posts(path, behind):
-            total = look.before[post]
+            total = look.tensor(post)
             if total.shape != before.shape or torch.equal(total, before):
                 continue
             found = self._two_sums(before, total, values) or self._one_sum(before, total, values)
@@ -328,75 +252,69 @@ class _EngineProver:
         by = f" by {min(residuals):.1e}" if residuals else ""
         return f"resid_pre + contributions = resid_post fails{by} for all that its modules return"
 
-    def _nearest(self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]) -> float:
+    def _nearest(self, before: Tensor, total: Tensor, values: Sequence[ObservedTensor]) -> float:
         """Returns the residual of the sum that is nearest."""
-        tensors = [self._look.before[site] for site in values]
+        tensors = [self._look.tensor(site) for site in values]
         others = [it for it in tensors if not torch.equal(it, total)]
         return Terms([total, before, *others]).nearest(0, 1)
 
-    def _values(self, path: str, like: Tensor) -> list[EngineTensor]:
+    def _values(self, path: str, like: Tensor) -> list[ObservedTensor]:
         """Returns a site for each distinct output inside a block: the last, so the outermost."""
-        found: dict[bytes, EngineTensor] = {}
+        found: dict[int, ObservedTensor] = {}
         for site in self._look.inside(path):
-            tensor = self._look.before[site]
-            if tensor.shape == like.shape:
-                raw = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                found[raw] = site
+            if self._look.tensor(site).shape == like.shape:
+                found[self._look.sites[site].value] = site
         return [*found.values()]
 
-    def _posts(self, path: str, behind: str | None) -> Iterator[EngineTensor]:
+    def _posts(self, path: str, behind: str | None) -> Iterator[ObservedTensor]:
         """Yields the sites where the stream behind a block may be."""
         look = self._look
         if (place := self._places.get(path)) is not None:
-            yield EngineTensor(place, False, None)  # noqa: FBT003 (a field)
+            yield ObservedTensor.output(place, None)
             return
         for part in (SUM, None, 0):
-            site = EngineTensor(path, False, part)  # noqa: FBT003 (a field)
-            if site in look.before:
+            site = ObservedTensor.output(path, part)
+            if site in look.sites:
                 yield site
         # The norm ahead of what comes next adds the last contribution, and returns the sum too.
         later = (
             look.inside(behind)
             if behind
-            else [
-                site
-                for site in sorted(look.before, key=look.times.__getitem__)
-                if not site.inputs and look.times[site] > look.ends[path]
-            ]
+            else [site for site in look.returned() if look.sites[site].time > look.ran[path].end]
         )
         yield from (site for site in later[:4] if site.part == 1)
 
     def _two_sums(
-        self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]
-    ) -> tuple[EngineTensor | None, list[tuple[EngineTensor, float]], float] | None:
+        self, before: Tensor, total: Tensor, values: Sequence[ObservedTensor]
+    ) -> tuple[ObservedTensor | None, list[tuple[ObservedTensor, float]], float] | None:
         look = self._look
         for mid in values:
-            middle = look.before[mid]
+            middle = look.tensor(mid)
             if torch.equal(middle, before) or torch.equal(middle, total):
                 continue
             last = self._term(total, middle, values)
             first = None if last is None else self._term(middle, before, values)
             if first is None or last is None:
                 continue
-            if look.times[first[0]] <= look.times[mid] <= look.times[last[0]]:
+            if look.sites[first[0]].time <= look.sites[mid].time <= look.sites[last[0]].time:
                 return mid, [first[:2], last[:2]], max(first[2], last[2])
         return None
 
     def _term(
-        self, total: Tensor, start: Tensor, values: Sequence[EngineTensor]
-    ) -> tuple[EngineTensor, float, float] | None:
+        self, total: Tensor, start: Tensor, values: Sequence[ObservedTensor]
+    ) -> tuple[ObservedTensor, float, float] | None:
         """Finds x in `total = start + c x`; returns its site, c and the residual."""
         for fixed in ((1.0, 1.0), (1.0,)):
             for site in values:
-                found = fit(total, [start, self._look.before[site]], fixed)
+                found = fit(total, [start, self._look.tensor(site)], fixed)
                 if found.holds:
                     return site, found.multipliers[1], found.residual
         return None
 
     def _one_sum(
-        self, before: Tensor, total: Tensor, values: Sequence[EngineTensor]
-    ) -> tuple[EngineTensor | None, list[tuple[EngineTensor, float]], float] | None:
-        tensors = self._look.before
+        self, before: Tensor, total: Tensor, values: Sequence[ObservedTensor]
+    ) -> tuple[ObservedTensor | None, list[tuple[ObservedTensor, float]], float] | None:
+        tensors = {site: self._look.tensor(site) for site in values}
         for one, other in itertools.combinations(values, 2):
             found = fit(total, [before, tensors[one], tensors[other]], (1.0, 1.0, 1.0))
             if found.holds:
@@ -412,7 +330,7 @@ class _EngineProver:
         added = " + ".join(f"{kind or 'other'}_out" for kind in kinds)
         equation = f"resid_pre + {added} = resid_post"
 
-        def holds(look: StepTensors) -> bool:
+        def holds(look: StepLook) -> bool:
             return self._holds(block, look)
 
         self._add(f"resid_post.{index}", block.post, equation, block.residual, None)
@@ -445,41 +363,41 @@ class _EngineProver:
         look = self._look
         if len(attention) != 1:
             return [None for _ in block.terms]
-        ran = look.ends[attention[0]]
+        ran = look.ran[attention[0]].end
         sites = [site for site, _ in block.terms]
         if block.mid is not None:
-            middle = look.times[block.mid]
+            middle = look.sites[block.mid].time
             return ["attn" if ran < middle else None, "mlp" if ran < middle else None]
         within = [attention[0].startswith(f"{site.path}.") for site in sites]
         if sum(within) != 1:
             return [None for _ in sites]
         return ["attn" if each else "mlp" for each in within]
 
-    def _holds(self, block: _Block, look: StepTensors) -> bool:
+    def _holds(self, block: _Block, look: StepLook) -> bool:
         state = block.before(look)
         terms = [factor * look.now(site) for site, factor in block.terms]
         if block.mid is None:
-            return _equal(look.before[block.post], [state, *terms])
-        return _equal(look.before[block.mid], [state, terms[0]]) and _equal(
-            look.before[block.post], [look.now(block.mid), terms[1]]
+            return _equal(look.tensor(block.post), [state, *terms])
+        return _equal(look.tensor(block.mid), [state, terms[0]]) and _equal(
+            look.tensor(block.post), [look.now(block.mid), terms[1]]
         )
 
-    def _entry(self, block: _Block, kind: str, contribution: EngineTensor) -> None:
+    def _entry(self, block: _Block, kind: str, contribution: ObservedTensor) -> None:
         """Finds what a sublayer takes: the norm of the stream that was returned before it."""
         look, index = self._look, block.index
         state = (
-            block.before(look) if kind == "attn" or block.mid is None else look.before[block.mid]
+            block.before(look) if kind == "attn" or block.mid is None else look.tensor(block.mid)
         )
         stream = "resid_pre" if kind == "attn" or block.mid is None else "resid_mid"
         taker = self._taker(block, contribution)
         for site in reversed(look.inside(block.path)):
-            tensor = look.before[site]
-            if taker is None or look.times[site] > look.starts[taker] or site.part == 1:
+            tensor = look.tensor(site)
+            if taker is None or look.sites[site].time > look.ran[taker].start or site.part == 1:
                 continue
             if not _among(tensor, look.taken(taker)):
                 continue
-            partner = EngineTensor(site.path, False, 1)  # noqa: FBT003 (a field)
-            of_stream = [look.before[partner]] if partner in look.before else look.taken(site.path)
+            partner = ObservedTensor.output(site.path, 1)
+            of_stream = [look.tensor(partner)] if partner in look.sites else look.taken(site.path)
             if _among(state, of_stream):
                 equation = f"{kind}_in = norm({stream})"
                 self._add(f"{kind}_in.{index}", site, equation, 0.0, self._reaches(site, taker))
@@ -488,55 +406,55 @@ class _EngineProver:
         if taker is not None:
             self._act(index, kind, taker, contribution)
 
-    def _taker(self, block: _Block, contribution: EngineTensor) -> str | None:
+    def _taker(self, block: _Block, contribution: ObservedTensor) -> str | None:
         """Returns the child of a block that computes a contribution: its last before that."""
         look = self._look
         depth = block.path.count(".") + 1
         children = [
             path
-            for path in look.ends
+            for path in look.ran
             if path.startswith(f"{block.path}.") and path.count(".") == depth
         ]
         # A norm behind the sublayer may be what returns it.
-        busy = [it for it in children if any(each.startswith(f"{it}.") for each in look.ends)]
-        done = [it for it in busy if look.ends[it] <= look.times[contribution]]
-        return max(done, key=look.ends.__getitem__, default=None)
+        busy = [it for it in children if any(each.startswith(f"{it}.") for each in look.ran)]
+        done = [it for it in busy if look.ran[it].end <= look.sites[contribution].time]
+        return max(done, key=lambda it: look.ran[it].end, default=None)
 
-    def _act(self, index: int, kind: str, taker: str, contribution: EngineTensor) -> None:
+    def _act(self, index: int, kind: str, taker: str, contribution: ObservedTensor) -> None:
         """Finds what the last projection of a sublayer takes."""
         if kind != "mlp":
             return
         look = self._look
         # A norm may stand between projection and contribution.
-        results = [look.before[contribution], *look.taken(contribution.path)]
+        results = [look.tensor(contribution), *look.taken(contribution.path)]
         for site in reversed(look.inside(taker)):
-            own = EngineTensor(site.path, True, None)  # noqa: FBT003 (a field)
-            leaf = not any(it.startswith(f"{site.path}.") for it in look.ends)
-            if leaf and own in look.before and _among(look.before[site], results):
+            own = ObservedTensor.input(site.path, None)
+            leaf = not any(it.startswith(f"{site.path}.") for it in look.ran)
+            if leaf and own in look.sites and _among(look.tensor(site), results):
                 self._add(f"mlp_act.{index}", own, "projection(mlp_act) = mlp_out", 0.0, _taken)
                 return
         self._missing[f"mlp_act.{index}"] = "no single projection returns the output"
 
-    def _reaches(self, site: EngineTensor, taker: str) -> Callable[[StepTensors], bool]:
-        def reaches(look: StepTensors) -> bool:
+    def _reaches(self, site: ObservedTensor, taker: str) -> Callable[[StepLook], bool]:
+        def reaches(look: StepLook) -> bool:
             return _among(look.now(site), look.taken(taker))
 
         return reaches
 
-    def _inside(self, block: _Block, attention: str, contribution: EngineTensor | None) -> None:
+    def _inside(self, block: _Block, attention: str, contribution: ObservedTensor | None) -> None:
         """Names what an attention module takes and returns."""
         look, sizes, index = self._look, self._heads[attention], block.index
-        z = EngineTensor(attention, False, None)  # noqa: FBT003 (a field)
+        z = ObservedTensor.output(attention, None)
         taker = None
-        if contribution is not None and z in look.before:
+        if contribution is not None and z in look.sites:
             # A norm may stand between projection and contribution.
-            results = [look.before[contribution], *look.taken(contribution.path)]
+            results = [look.tensor(contribution), *look.taken(contribution.path)]
             taker = next(
                 (
                     site.path
                     for site in look.inside(block.path)
-                    if _among(look.before[site], results)
-                    and _among(look.before[z], look.taken(site.path))
+                    if _among(look.tensor(site), results)
+                    and _among(look.tensor(z), look.taken(site.path))
                 ),
                 None,
             )
@@ -550,9 +468,9 @@ class _EngineProver:
         self._add(f"z.{index}", z, equation, 0.0, self._reaches(z, taker))
         self.heads[f"@z.{index}"] = sizes.heads, sizes.head_dim
         for place, kind in enumerate("qkv"):
-            site = EngineTensor(attention, True, place)  # noqa: FBT003 (a field)
+            site = ObservedTensor.input(attention, place)
             count = sizes.heads if kind == "q" else sizes.kv_heads
-            if site in look.before and look.before[site].shape[-1] == count * sizes.head_dim:
+            if site in look.sites and look.tensor(site).shape[-1] == count * sizes.head_dim:
                 self.heads[f"@{kind}.{index}"] = count, sizes.head_dim
                 self._add(f"{kind}.{index}", site, equation, 0.0, _taken)
         self._missing[f"pattern.{index}"] = "the engine's attention computes no pattern"
@@ -561,14 +479,12 @@ class _EngineProver:
         look = self._look
         stream = first.before(look)
         ahead = [
-            site
-            for site in sorted(look.before, key=look.times.__getitem__)
-            if not site.inputs and look.times[site] < look.starts[first.path]
+            site for site in look.returned() if look.sites[site].time < look.ran[first.path].start
         ]
         for site in reversed(ahead):
             found = (
-                fit(stream, [look.before[site]])
-                if look.before[site].shape == stream.shape
+                fit(stream, [look.tensor(site)])
+                if look.tensor(site).shape == stream.shape
                 else None
             )
             if found is not None and found.holds:
@@ -581,15 +497,13 @@ class _EngineProver:
                 if first.index == 0:
                     self._add("resid_pre.0", site, text, found.residual, holds, multiplier=factor)
                 break
-        state = look.before[last.post]
+        state = look.tensor(last.post)
         behind = (
-            site
-            for site in sorted(look.before, key=look.times.__getitem__)
-            if not site.inputs and look.times[site] > look.ends[last.path]
+            site for site in look.returned() if look.sites[site].time > look.ran[last.path].end
         )
         for site in behind:
-            partner = EngineTensor(site.path, False, 1)  # noqa: FBT003 (a field)
-            of_stream = [look.before[partner]] if partner in look.before else look.taken(site.path)
+            partner = ObservedTensor.output(site.path, 1)
+            of_stream = [look.tensor(partner)] if partner in look.sites else look.taken(site.path)
             if site.part != 1 and _among(state, of_stream):
                 self._add("final_norm", site, "final_norm = norm(resid_post)", 0.0, _always)
                 found_post = next(it for it in self._found if it.site == last.post)
@@ -597,17 +511,17 @@ class _EngineProver:
                 return
 
     def _begins(
-        self, site: EngineTensor, factor: float, first: _Block
-    ) -> Callable[[StepTensors], bool]:
-        def begins(look: StepTensors) -> bool:
+        self, site: ObservedTensor, factor: float, first: _Block
+    ) -> Callable[[StepLook], bool]:
+        def begins(look: StepLook) -> bool:
             return _equal(first.before(look), [factor * look.now(site)])
 
         return begins
 
-    def _ends_in(self, post: EngineTensor, norm: str) -> Callable[[StepTensors], bool]:
-        def ends(look: StepTensors) -> bool:
-            partner = EngineTensor(norm, False, 1)  # noqa: FBT003 (a field)
-            taken = [look.before[partner]] if partner in look.before else look.taken(norm)
+    def _ends_in(self, post: ObservedTensor, norm: str) -> Callable[[StepLook], bool]:
+        def ends(look: StepLook) -> bool:
+            partner = ObservedTensor.output(norm, 1)
+            taken = [look.tensor(partner)] if partner in look.sites else look.taken(norm)
             return any(_equal(each, [look.now(post)]) for each in taken)
 
         return ends
@@ -615,10 +529,10 @@ class _EngineProver:
     def _add(
         self,
         name: str,
-        site: EngineTensor,
+        site: ObservedTensor,
         equation: str,
         residual: float,
-        arrives: Callable[[StepTensors], bool] | None = None,
+        arrives: Callable[[StepLook], bool] | None = None,
         **more: Any,
     ) -> None:
         self._found.append(_Found(name, site, equation, residual, arrives, **more))
@@ -632,13 +546,13 @@ class _EngineProver:
             kinds.setdefault(each.name.partition(".")[0], []).append(each)
         arrived: set[str] = set()
         for found in kinds.values():
-            look = StepTensors(
-                self._model, self._forward, dict.fromkeys((it.site for it in found), _add_noise)
+            look = StepLook(
+                self._model, self._forward, dict.fromkeys((it.site for it in found), noise(0.5))
             )
             arrived |= {
                 each.name
                 for each in found
-                if each.arrives is not None and each.site in look.after and each.arrives(look)
+                if each.arrives is not None and each.site in look.written and each.arrives(look)
             }
         return arrived
 
@@ -652,8 +566,8 @@ _WIDTHS: Final = {
 }
 
 
-def _reading(site: EngineTensor) -> Callable[[StepTensors], Tensor]:
-    def read(look: StepTensors) -> Tensor:
+def _reading(site: ObservedTensor) -> Callable[[StepLook], Tensor]:
+    def read(look: StepLook) -> Tensor:
         return look.now(site)
 
     return read
@@ -673,16 +587,9 @@ def _equal(total: Tensor, terms: Sequence[Tensor]) -> bool:
     return float((total.double() - right).abs().max()) <= _ROUNDINGS * rounding(total) * size
 
 
-def _taken(_look: StepTensors) -> bool:
+def _taken(_look: StepLook) -> bool:
     """Of an input: what is written there is what the module gets."""
     return True
 
 
 _always = _taken
-
-
-def _add_noise(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(_SEED + tensor.numel())
-    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-    size = tensor.float().std(correction=0).clamp(min=1e-6)
-    return tensor + noise * (size * _NOISE).to(tensor)
