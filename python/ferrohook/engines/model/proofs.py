@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ferrohook.effects.formulas import SUM
 from ferrohook.engines.model.modules import OBSERVED_ROWS, NamedTensors
 from ferrohook.quantity import Quantities, Quantity, remember
-from ferrohook.quantity.anatomy.equations import Terms, fit, rounding
+from ferrohook.quantity.anatomy.equations import Terms, fit, tolerance
 from ferrohook.quantity.anatomy.observe import Look, ObservedTensor, noise
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.observe import Writes
 
 _ROWS_AND_WIDTH: Final = 2
-_ROUNDINGS: Final = 32
 _BEHIND: Final = "the engine computes it behind the forward of its modules"
 
 
@@ -584,7 +583,7 @@ def _equal(total: Tensor, terms: Sequence[Tensor]) -> bool:
     """
     right = torch.stack([each.double() for each in terms]).sum(0)
     size = max(float(each.abs().max()) for each in (total, *terms))
-    return float((total.double() - right).abs().max()) <= _ROUNDINGS * rounding(total) * size
+    return float((total.double() - right).abs().max()) <= tolerance(total) * size
 
 
 def _taken(_look: StepLook) -> bool:

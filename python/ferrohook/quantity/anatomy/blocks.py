@@ -210,7 +210,8 @@ class Anatomist:
             return False
         small, large, other = returned
         same_size = _close(small, large) and not _close(small, x * 64)
-        return same_size and _close(small[..., 2:], other[..., 2:]) and not _close(small, other)
+        apart = _close(small[..., 2:], other[..., 2:])
+        return same_size and apart and not _close(small[..., :2], other[..., :2])
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.quantity.anatomy.equations import fit, rounding
+from ferrohook.quantity.anatomy.equations import fit, rounding, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 from ferrohook.util.tensors import tensors_in
 
@@ -277,7 +277,7 @@ def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | No
             high = cap
         else:
             low = cap
-    limit = 64 * rounding(one, other) * size
+    limit = tolerance(one, other) * size
     # A round number, if it fits as well.
     for fitted in (float(f"{cap:.2g}"), float(f"{cap:.3g}"), cap):
         if float((fitted * torch.tanh(x / fitted) - y).abs().max()) <= limit:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 ROUNDINGS: Final = 4
 """Roundings of the terms, by which the two sides of an equation may differ."""
+STORED: Final = 8
+"""Roundings to the dtype in which tensors are kept, by which two computations may differ."""
+SUMMED: Final = 128
+"""Roundings of the sums inside kernels, by which two computations may differ."""
 SIGNIFICANT: Final = 8
 """Least size of a term in such differences: a smaller one could be left out, or be another one."""
 ALIKE: Final = 0.02
@@ -32,6 +36,29 @@ class Fit(NamedTuple):
 def rounding(*tensors: Tensor) -> float:
     """Returns the relative rounding error of the coarsest dtype among the tensors."""
     return max(torch.finfo(each.dtype).eps for each in tensors) / 2
+
+
+def tolerance(*tensors: Tensor) -> float:
+    """Returns the difference of two computations of a tensor that rounding explains.
+
+    Relative to the largest element. Both round a few times to the coarsest dtype among the tensors;
+    kernels add up products in float32, in any order, where that is no finer than the dtype.
+    """
+    eps = rounding(*tensors)
+    summed = min(eps, torch.finfo(torch.float32).eps / 2)
+    return STORED * eps + SUMMED * summed
+
+
+def differ(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference, relative to the largest element of `one`.
+
+    Infinite for tensors of other sizes, or with NaN.
+    """
+    if one.numel() != other.numel():
+        return torch.inf
+    left, right = one.double().reshape(-1), other.double().reshape(-1)
+    difference = float((left - right).abs().max()) / (float(left.abs().max()) or 1.0)
+    return difference if difference >= 0 else torch.inf
 
 
 def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = ()) -> Fit:

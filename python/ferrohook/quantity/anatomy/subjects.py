@@ -18,12 +18,16 @@ from ferrohook._core import keeps_state_in_torch_hooks, release_copy
 from ferrohook.attach.hook_info import find_registry
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.observe import Look, is_kept
+from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ferrohook.quantity.anatomy.observe import Writes
 
+HALF: Final = frozenset({torch.float16, torch.bfloat16})
+LARGEST_COPY: Final = 2**30
+"""Parameters of half precision that are copied to float32, at most."""
 ROWS: Final = 2
 """Rows of an example that is made for a model."""
 TOKENS: Final = 7
@@ -128,6 +132,50 @@ def _remove_hooks(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
+def in_float32(subject: Subject) -> Subject:
+    """Returns a structural copy that computes in float32 if it is of half precision and not large.
+
+    In half precision rounding hides what an equation shows. The model's own subject where the
+    forward of the copy fails, as one with kernels of half precision alone does.
+    """
+
+    def converted(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+
+    def parameter(old: nn.Parameter) -> nn.Parameter | None:
+        made = old.detach().float() if old.dtype in HALF else None
+        return None if made is None else nn.Parameter(made, old.requires_grad)
+
+    half = {id(it): it.numel() for it in subject.model.parameters() if it.dtype in HALF}
+    if not half or sum(half.values()) > LARGEST_COPY:
+        return subject
+    args, kwargs = map_tensors(converted, subject.example[:2])
+    try:
+        model = structural_copy(subject.model)
+        _replace(model, parameter)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = converted(buffer)
+        example = Example(args, kwargs, subject.example.shape)
+        Subject(structural_copy(model), example).forward()
+    except Exception:  # noqa: BLE001 (of the model's own code, or of memory that is lacking)
+        return subject
+    return Subject(model, example)
+
+
+def _replace(model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
+    """Replaces parameters of a structural copy; tied ones by one."""
+    made: dict[nn.Parameter, nn.Parameter | None] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None:
+                continue
+            if old not in made:
+                made[old] = new(old)
+            replaced = made[old]
+            module._parameters[name] = old if replaced is None else replaced
+
+
 def make_generic(model: nn.Module) -> None:
     """Replaces parameters of a structural copy whose elements are all equal by uneven ones.
 
@@ -135,19 +183,16 @@ def make_generic(model: nn.Module) -> None:
     once the model is trained: no equation between tensors of this copy holds by such a chance.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not _is_constant(parameter):
-                continue
-            if id(parameter) not in made:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                size = parameter.detach().reshape(-1)[0].abs()
-                scaled = noise * _NOISE * (size if bool(size) else 1)
-                made[id(parameter)] = nn.Parameter(
-                    parameter.detach() + scaled, requires_grad=parameter.requires_grad
-                )
-            module._parameters[name] = made[id(parameter)]
+
+    def uneven(parameter: nn.Parameter) -> nn.Parameter | None:
+        if not _is_constant(parameter):
+            return None
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        size = parameter.detach().reshape(-1)[0].abs()
+        scaled = noise * _NOISE * (size if bool(size) else 1)
+        return nn.Parameter(parameter.detach() + scaled, parameter.requires_grad)
+
+    _replace(model, uneven)
 
 
 def _is_constant(parameter: Tensor) -> bool:

@@ -65,7 +65,7 @@ class Arrivals:
         return {
             name: check.residuals[name]
             for name in written
-            if check.residuals.get(name, 1) <= check.tolerance
+            if name in check.residuals and name not in check.failed
         }
 
 

@@ -12,6 +12,7 @@ from ferrohook._core import Attachment
 from ferrohook.attach.attention import DIMENSIONS, POINTS, attended, attended_to, points_of
 from ferrohook.attach.instrument import attach
 from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.equations import differ, tolerance
 from ferrohook.quantity.anatomy.observe import noise, observing
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.subjects import Subject
 
 EQUATION: Final = "softmax(q @ k, scaled and masked) @ v = pattern @ v = z"
-_ROUNDINGS: Final = 64
-"""Roundings, of the largest element, by which the sides may differ."""
 
 
 class Inside(NamedTuple):
@@ -96,11 +95,11 @@ def _proved(attended: Attended, arrives: Mapping[str, bool]) -> FoundHeads:
     flat = z.flatten(2)
     try:
         pattern = attended.pattern()
-        residual = _residual(attended_to(pattern, v), z)
+        residual = differ(z, attended_to(pattern, v))
     except (HookError, RuntimeError, TypeError, ValueError) as error:  # of the model's own function
         reason = f"its eager attention fails: {error}"
         return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
-    if not residual <= _tolerance(z, pattern):
+    if not residual <= tolerance(z, pattern):
         reason = f"pattern @ v = z fails by {residual:.1e}"
         return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
     tensors["pattern"] = pattern
@@ -109,19 +108,6 @@ def _proved(attended: Attended, arrives: Mapping[str, bool]) -> FoundHeads:
         {},
         flat,
     )
-
-
-def _residual(one: Tensor, other: Tensor) -> float:
-    """Returns the largest difference, relative to the largest element; NaN counts as large."""
-    if one.shape != other.shape:
-        return torch.inf
-    size = float(other.double().abs().max()) or 1.0
-    difference = float((one.double() - other.double()).abs().max()) / size
-    return difference if difference >= 0 else torch.inf
-
-
-def _tolerance(*tensors: Tensor) -> float:
-    return _ROUNDINGS * max(torch.finfo(each.dtype).eps for each in tensors)
 
 
 # --- Writing ----------------------------------------------------------------------------------
@@ -171,7 +157,7 @@ def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) ->
     pattern = written if point == "pattern" else now.pattern()
     if point != "pattern" and not torch.equal(getattr(now, point), written):
         return False
-    return _residual(attended_to(pattern, now.v), now.z) <= _tolerance(now.z, pattern)
+    return differ(now.z, attended_to(pattern, now.v)) <= tolerance(now.z, pattern)
 
 
 def _change(written: dict[str, Tensor], name: str, _point: nn.Module, _args: Any, x: Tensor) -> Any:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ferrohook.quantity.anatomy.equations import rounding
+from ferrohook.quantity.anatomy.equations import differ, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
     from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.sublayers import Entry, Sublayer
-
-_ROUNDINGS: Final = 64
-"""Roundings, of the largest element, by which the sides may differ."""
 
 
 class Checks:
@@ -36,9 +33,8 @@ class Checks:
         self._model = model
         self._look = look
         self.residuals: dict[str, float] = {}
-        self.tolerance = _ROUNDINGS * max(
-            (rounding(each) for each in look.values), default=torch.finfo(torch.float32).eps
-        )
+        self.failed: set[str] = set()
+        """Quantities of which an equation fails by more than rounding."""
 
     def sums(
         self,
@@ -140,20 +136,17 @@ class Checks:
         return returned.detach().cpu() if isinstance(returned, Tensor) else None
 
     def _compare(self, names: list[str], one: Tensor | None, other: Tensor | None) -> None:
-        if one is None or other is None or one.numel() != other.numel():
+        if one is None or other is None:
             self._fail(names)
             return
-        left, right = one.double().reshape(-1), other.double().reshape(-1)
-        size = float(left.abs().max()) or 1.0
-        residual = float((left - right).abs().max()) / size
-        if residual != residual:  # noqa: PLR0124 (NaN)
-            residual = 1.0
+        residual = differ(one, other)
         for name in names:
             self.residuals[name] = max(self.residuals.get(name, 0.0), residual)
+        if not residual <= tolerance(one, other):
+            self.failed |= {*names}
 
     def _fail(self, names: list[str]) -> None:
-        for name in names:
-            self.residuals[name] = 1.0
+        self.failed |= {*names}
 
 
 def _sum(multipliers: Sequence[float], terms: Sequence[Tensor | None]) -> Tensor | None:

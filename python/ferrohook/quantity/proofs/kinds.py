@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import HookError
-from ferrohook.quantity.anatomy.equations import ALIKE
+from ferrohook.quantity.anatomy.equations import ALIKE, tolerance
 from ferrohook.quantity.anatomy.observe import noise
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class Classifier:
         self, part: BlockParts, each: Sublayer, moved: Look, same: Look, elsewhere: Look | None
     ) -> None:
         site = each.contribution
-        own = _positions(self._look.tensor(site))
-        changed = _changed(own, _positions(moved.tensor(site)))
+        own = self._look.tensor(site)
+        changed = _changed(own, moved.tensor(site))
         if bool(changed[0]):
             part.moving.add(site)
-        if elsewhere is not None and bool(_changed(own, _positions(elsewhere.tensor(site))).any()):
+        if elsewhere is not None and bool(_changed(own, elsewhere.tensor(site)).any()):
             part.kinds[site] = "cross"
         elif not bool(changed[1:].any()):
             part.kinds[site] = "mlp" if bool(changed[0]) else "constant"
@@ -103,8 +103,8 @@ def _positions(tensor: Tensor) -> Tensor:
 
 def _changed(one: Tensor, other: Tensor) -> Tensor:
     """Returns which positions differ by more than rounding."""
-    size = one.abs().max()
-    return (one - other).abs().amax(-1) > 1e-4 * size
+    before, after = _positions(one), _positions(other)
+    return (before - after).abs().amax(-1) > tolerance(one, other) * before.abs().max()
 
 
 def _is_average(positions: Tensor) -> bool:

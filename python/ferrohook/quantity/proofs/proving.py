@@ -23,6 +23,7 @@ from ferrohook.quantity.anatomy.parts import TITLES, stacks_of
 from ferrohook.quantity.anatomy.subjects import (
     Subject,
     example_of,
+    in_float32,
     make_generic,
     structural_copy,
 )
@@ -37,7 +38,6 @@ from ferrohook.quantity.proofs.routers import (
     has_experts,
     residual_of,
     router_of,
-    tolerance_of,
     weighed,
 )
 
@@ -65,10 +65,10 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             copied, or two looks at it differ.
     """
     example = example_of(model, args, kwargs)
-    plain = Subject(structural_copy(model), example)
+    plain = in_float32(Subject(structural_copy(model), example))
+    generic = Subject(structural_copy(plain.model), plain.example)
     first = plain.look()
     _check_same(model, first, plain.look())
-    generic = Subject(structural_copy(model), example)
     make_generic(generic.model)
     return _ModelProver(generic, first, look_inside(generic)).findings()
 
@@ -178,8 +178,8 @@ class _ModelProver:
         if isinstance(found, str):
             self._missing[name] = found
             return
-        residual = residual_of(self._first, found)
-        if residual > tolerance_of(self._first):
+        residual, holds = residual_of(self._first, found)
+        if not holds:
             self._missing[name] = (
                 f"{found.equation} fails by {residual:.1e} with the model's own parameters"
             )

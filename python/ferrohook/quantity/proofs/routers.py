@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.errors import HookError
-from ferrohook.quantity.anatomy.equations import rounding
+from ferrohook.quantity.anatomy.equations import SIGNIFICANT, differ, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, noise
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.subjects import Subject
 
-_ROUNDINGS: Final = 64
 _LEAST_EXPERTS: Final = 2
 _MOST_EXPERTS: Final = 4096
 _FUSED_DIMS: Final = 3
@@ -105,7 +104,7 @@ def router_of(look: Look, prefix: str) -> Routed | str:
     for shares in (False, True):
         for each in found:
             weights = _shares(each.weights) if shares else each.weights
-            limit = _ROUNDINGS * rounding(weights)
+            limit = SIGNIFICANT * tolerance(weights)
             if float(weights.std(correction=0)) <= limit * float(weights.abs().max()):
                 if shares:
                     continue
@@ -116,30 +115,32 @@ def router_of(look: Look, prefix: str) -> Routed | str:
                     if shares and multiplier != 1:
                         continue
                     least = min(least, residual)
-                    if residual <= _ROUNDINGS * rounding(weights, logits):
+                    if residual <= tolerance(weights, logits):
                         return Routed(each.path, site, form, multiplier, residual, shares)
     if least == torch.inf:
         return NO_ROUTER
     return f"weights = f(router) fails by {least:.1e} for all that modules return before"
 
 
-def residual_of(look: Look, routed: Routed, *, after: bool = False) -> float:
-    """Returns the residual of a router's equation in another look, after writes if so."""
+def residual_of(look: Look, routed: Routed, *, after: bool = False) -> tuple[float, bool]:
+    """Returns the residual of a router's equation in another look, and whether it holds.
+
+    Args:
+        look: the other one.
+        routed: the router.
+        after: after writes.
+    """
     parent = routed.path.rpartition(".")[0]
     found = [each for each in weighed(look, parent) if each.path == routed.path]
     if len(found) != 1 or routed.site not in look.sites:
-        return torch.inf
+        return torch.inf, False
     _, _, numbers, weights = found[0]
     logits = look.tensor(routed.site, after=after).reshape(len(numbers), -1)
     if int(numbers.max()) >= logits.shape[1]:
-        return torch.inf
+        return torch.inf, False
     own = _FORMS[routed.form](logits.double(), numbers.long()) * routed.multiplier
-    return _difference(_shares(weights) if routed.shares else weights, own)
-
-
-def tolerance_of(look: Look) -> float:
-    """Returns the residual that rounding explains."""
-    return _ROUNDINGS * max(rounding(each) for each in look.values)
+    residual = differ(_shares(weights) if routed.shares else weights, own)
+    return residual, residual <= tolerance(weights, logits)
 
 
 def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
@@ -153,8 +154,7 @@ def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
         look = subject.look({each.site: noise(0.5) for each in found.values()})
     except HookError:
         return set()
-    limit = tolerance_of(look)
-    return {name for name, it in found.items() if residual_of(look, it, after=True) <= limit}
+    return {name for name, it in found.items() if residual_of(look, it, after=True)[1]}
 
 
 def has_experts(block: nn.Module, apart: Collection[str]) -> bool:
@@ -213,7 +213,7 @@ def _weights(taken: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     each = taken.double().view(experts, *own.shape)
     weights = (each * own).sum(-1) / own.square().sum(-1)
-    if _difference(each, weights[..., None] * own) > _ROUNDINGS * rounding(taken):
+    if differ(each, weights[..., None] * own) > tolerance(taken):
         return None
     chosen = (weights != 0).T
     counts = chosen.sum(-1)
@@ -255,12 +255,6 @@ def _fit(form: str, logits: Tensor, numbers: Tensor, weights: Tensor) -> tuple[f
     if not size:
         return 1.0, torch.inf
     multiplier = float((weights.double() * own).sum()) / size
-    if abs(multiplier - 1) <= _ROUNDINGS * rounding(weights, logits):
+    if abs(multiplier - 1) <= tolerance(weights, logits):
         multiplier = 1.0
-    return multiplier, _difference(weights, own * multiplier)
-
-
-def _difference(weights: Tensor, own: Tensor) -> float:
-    size = float(weights.double().abs().max()) or 1.0
-    difference = float((weights.double() - own).abs().max()) / size
-    return difference if difference >= 0 else torch.inf
+    return multiplier, differ(weights, own * multiplier)
