@@ -62,7 +62,6 @@ ROOMS = {
     "rust/py/src/cpython": ["hooks", "attach", "lifetimes"],
     "rust/py/src/hooks": ["hooks"],
     "rust/py/src/effects": ["effects", "plans", "detectors"],
-    "rust/py/src/recorded": ["compat"],
     "rust/py/src/rows": ["rows"],
     "rust/py/src/torch": ["hooks", "captures", "attach"],
     "python/ferrohook/engines": ["engines"],

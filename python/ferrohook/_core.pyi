@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from threading import Thread
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
 
 from typing_extensions import Buffer, disjoint_base
@@ -24,9 +23,8 @@ __all__ = [
     "GpuVector",
     "HookHandle",
     "HookedBase",
-    "InFlight",
-    "InstallationBase",
     "InterventionBase",
+    "LastHook",
     "LatencyDetector",
     "MaskedHook",
     "ModuleTree",
@@ -36,8 +34,6 @@ __all__ = [
     "NormDetector",
     "PlanGuard",
     "PointHook",
-    "RecordedCall",
-    "RecordedLayerBase",
     "Recorder",
     "RegionRun",
     "Registry",
@@ -49,11 +45,9 @@ __all__ = [
     "TypedHook",
     "__version__",
     "assign_class",
-    "calls_in_progress",
     "crc32",
     "frames",
     "generated_class",
-    "in_flight",
     "keeps_state_in_torch_hooks",
     "name_positions",
     "needs_prompt",
@@ -72,8 +66,6 @@ __all__ = [
 ]
 
 frames: ContextVar[tuple[Frame, ...]]
-in_flight: InFlight
-
 __version__: str
 
 _Phase: TypeAlias = Literal["forward_pre", "forward", "backward_pre", "backward"]
@@ -389,68 +381,11 @@ class BatchBase(Frame):
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
 @disjoint_base
-class InstallationBase:
-    def __new__(
-        cls, modules: Sequence[tuple[Any, dict[str, Any] | None]], *_others: object
-    ) -> Self: ...
-    @property
-    def attachment(self) -> Attachment: ...
-    def holds(self) -> bool: ...
-    def watch(self) -> None: ...
-    def retire(self) -> None: ...
-
-class _LayerKey(Protocol):
-    @property
-    def key(self) -> str: ...
-    @property
-    def item(self) -> int: ...
-    @property
-    def initial(self) -> bool | None: ...
-    @property
-    def convert(self) -> Callable[[Any], Any] | None: ...
-
-@disjoint_base
-class RecordedLayerBase(NativeHook):
-    def __new__(
-        cls, installation: InstallationBase, keys: Sequence[_LayerKey], *_others: object
-    ) -> Self: ...
-    def record(self, call: RecordedCall, args: _Args, kwargs: _Kwargs, output: Any) -> None: ...
-
-@final
-class RecordedCall:
-    def __new__(
-        cls,
-        model: Any,
-        installation: InstallationBase | None,
-        recorded: dict[str, list[Any]],
-        selected: Sequence[int] | None,
-        arguments: tuple[_Args, _Kwargs],
-        other_threads: list[Thread],
-    ) -> Self: ...
-    def __enter__(self) -> bool: ...
-    def __exit__(self, *_exception: object) -> None: ...
-    @property
-    def model(self) -> Any: ...
-    @property
-    def installation(self) -> Any: ...  # a subclass of InstallationBase, or None
-    @property
-    def around(self) -> RecordedCall | None: ...
-    @property
-    def records(self) -> bool: ...
-    @property
-    def other_threads(self) -> list[Thread]: ...
-    @property
-    def unattributed(self) -> set[str]: ...
-    def known(self) -> list[Any]: ...
-
-@final
-class InFlight:
-    @property
-    def innermost(self) -> RecordedCall | None: ...
+class LastHook(NativeHook):
+    def __new__(cls, *_others: object) -> Self: ...
 
 class Stop(BaseException): ...
 
-def calls_in_progress() -> set[RecordedCall]: ...
 def store_rows(
     collector: Collector, values: list[tuple[int, Any]], positions: list[int] | None
 ) -> None: ...

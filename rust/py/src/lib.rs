@@ -11,7 +11,6 @@ mod cpython;
 mod effects;
 mod error;
 mod hooks;
-mod recorded;
 mod registry;
 mod rows;
 #[cfg(test)]
@@ -77,13 +76,9 @@ mod _core {
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]
+    use crate::hooks::last::LastHook;
+    #[pymodule_export]
     use crate::hooks::native::NativeHook;
-    #[pymodule_export]
-    use crate::recorded::call::{InFlight, RecordedCall, calls_in_progress};
-    #[pymodule_export]
-    use crate::recorded::installation::InstallationBase;
-    #[pymodule_export]
-    use crate::recorded::layer::RecordedLayerBase;
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
@@ -114,7 +109,6 @@ mod _core {
         ];
         let frames = crate::contexts::current::variable(py)?;
         module.add("frames", frames)?;
-        module.add("in_flight", crate::recorded::call::InFlight)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

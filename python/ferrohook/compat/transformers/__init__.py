@@ -4,16 +4,15 @@ Names and behaviour are those of transformers' `capture_outputs` and `monkey_pat
 `nn.Module` class can declare its records.
 """
 
-# The first recording of a model makes an installation: a native hook (`RecordedLayer`) behind all
-# others on each declared layer. The model's other modules are instrumented too: PyTorch's way to
-# call them costs more, and a forward that alternates between both evicts each from the processor's
-# caches. A call of the model is the tag of a frame. A layer asks its context for the innermost
-# call, so a sub-model keeps its parent from recording it, and hands that the output. On a thread
-# without a call the owner is found by the tensors that calls know (`attribution.py`), or the output
-# is dropped with an `UnattributedWarning`. A traced call has a twin in Python (`tracing.py`): its
-# lists become outputs of the graph, and layers find it through a thread-local variable, which
-# Dynamo can follow. An installation is never changed: each recording call compares the modules with
-# it, and makes a new one where they differ.
+# The first recording of a model makes an installation: a hook (`RecordedLayer`) on each declared
+# layer, which runs after all others. The model's other modules are instrumented too: PyTorch's way
+# to call them costs more, and a forward that alternates between both evicts each from the
+# processor's caches. A layer asks its thread, then its context for the innermost call, so a
+# sub-model keeps its parent from recording it, and hands that the output. On a thread without a
+# call the owner is found by the tensors that calls know, or the output is dropped with an
+# `UnattributedWarning`. The lists of a traced call become outputs of its graph; layers find it
+# through the thread-local variable, which Dynamo can follow. An installation is never changed: each
+# recording call compares the modules with it, and makes a new one where they differ.
 
 from ferrohook.compat.transformers.declarations import OutputRecorder as OutputRecorder
 from ferrohook.compat.transformers.defaults import (

@@ -9,7 +9,6 @@ import functools
 import inspect
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -17,9 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import RecordedCall, in_flight
 from ferrohook.attach.classes import plain_class
-from ferrohook.compat.transformers.attribution import warn_unattributed
+from ferrohook.compat.transformers.calls import (
+    CALL,
+    HERE,
+    IN_FLIGHT,
+    Call,
+    EagerCall,
+    innermost,
+    warn_unattributed,
+)
 from ferrohook.compat.transformers.declarations import (
     HIDDEN,
     OutputRecorder,
@@ -27,7 +33,6 @@ from ferrohook.compat.transformers.declarations import (
     unmatched,
 )
 from ferrohook.compat.transformers.layers import install, installation_of
-from ferrohook.compat.transformers.tracing import TRACED, TracedCall
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect_callable
 from ferrohook.util.never_trace import never_trace
@@ -298,27 +303,29 @@ class _Recording:
 
 def _run(request: _Recording) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward. Returns its output and the values recorded for each key."""
-    inside = in_flight.innermost is not None
-    outer = TRACED.call
-    if inside or outer is not None:  # passed on by an enclosing model
+    outer = HERE.call
+    if outer is not None:  # passed on by an enclosing model
         request.explicit = []
-    traced = torch.compiler.is_compiling() and not inside
+    traced = torch.compiler.is_compiling() and not isinstance(outer, EagerCall)
     if traced and outer is None and not request.flags:
         return request.run(), {}
     recorded: dict[str, list[Any]] = {key: [] for key in request.flags}
-    TRACED.call = _make_traced_call(request, recorded) if traced else None
     try:
-        outputs = request.run() if traced else _run_eagerly(request, recorded)
+        if traced:
+            HERE.call = _make_traced_call(request, recorded)
+            outputs = request.run()
+        else:
+            outputs = _run_eagerly(request, recorded)
     finally:
-        TRACED.call = outer
+        HERE.call = outer
     return outputs, {key: tuple(values) for key, values in recorded.items()}
 
 
-def _make_traced_call(request: _Recording, recorded: dict[str, list[Any]]) -> TracedCall:
+def _make_traced_call(request: _Recording, recorded: dict[str, list[Any]]) -> Call:
     if not recorded:
-        return TracedCall("", None, recorded)
+        return Call("", None, recorded)
     indices = _indices(request.flags)
-    return TracedCall(*_install_for_trace(request.model, indices, request.explicit), recorded)
+    return Call(*_install_for_trace(request.model, indices, request.explicit), recorded)
 
 
 @_as_constant
@@ -328,34 +335,42 @@ def _install_for_trace(
     """Installs for a trace. Returns the installation's number and the selected states."""
     installation = install(model, traced=True)
     selected = _select_states(installation, model, indices, explicit)
-    installation.watch()
     return installation.number, None if selected is None else tuple(selected)
 
 
 def _run_eagerly(request: _Recording, recorded: dict[str, list[Any]]) -> Any:
+    # Assignments end the call: Ctrl-C may land in a call of a function, not in them.
+    outer, before = HERE.call, CALL.get()
     while True:
         call = _make_call(request, recorded)
-        with call as begun:
-            if begun:  # else another thread has uninstalled meanwhile
+        installation: Installation | None = call.installation
+        try:
+            IN_FLIGHT.add(call)
+            if installation is None or not installation.retired:
+                HERE.call = call
+                CALL.set(call)
                 outputs = request.run()
                 break
-    if recorded:
-        call.installation.copies.finish()
+        finally:
+            HERE.call = outer
+            call.live = False
+            CALL.set(before)
+            call.end()
+    if installation is not None and recorded:
+        installation.copies.finish()
     if call.unattributed:
         warn_unattributed(call)
     return outputs
 
 
-def _make_call(request: _Recording, recorded: dict[str, list[Any]]) -> RecordedCall:
-    model, arguments = request.model, (request.args, request.kwargs)
+def _make_call(request: _Recording, recorded: dict[str, list[Any]]) -> EagerCall:
+    model, arguments, around = request.model, (request.args, request.kwargs), innermost()
     if not recorded:
-        return RecordedCall(model, installation_of(model), recorded, None, arguments, [])
+        return EagerCall(installation_of(model), None, recorded, model, arguments, around)
     installation = install(model)
-    indices = _indices(request.flags)
-    selected = _select_states(installation, model, indices, request.explicit)
-    here = threading.current_thread()
-    others = [thread for thread in threading.enumerate() if thread is not here]
-    return RecordedCall(model, installation, recorded, selected, arguments, others)
+    explicit = request.explicit if around is None else []
+    selected = _select_states(installation, model, _indices(request.flags), explicit)
+    return EagerCall(installation, selected, recorded, model, arguments, around)
 
 
 never_trace(

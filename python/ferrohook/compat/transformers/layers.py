@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrohook._core import InstallationBase, RecordedLayerBase
+from ferrohook._core import Attachment, LastHook, ModuleTree
 from ferrohook.attach.instrument import attach, make_class
 from ferrohook.captures.convert import converter
-from ferrohook.compat.transformers.attribution import find_owner
-from ferrohook.compat.transformers.declarations import HIDDEN, LayerKey, layout_of
-from ferrohook.compat.transformers.tracing import TRACED, first_of
+from ferrohook.compat.transformers.calls import (
+    CALL,
+    HERE,
+    IN_FLIGHT,
+    EagerCall,
+    find_owner,
+    first_of,
+    innermost,
+)
+from ferrohook.compat.transformers.declarations import (
+    DECLARATION,
+    HIDDEN,
+    LayerKey,
+    Layout,
+    layout_of,
+)
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.host_copies import HostCopies
 from ferrohook.util.never_trace import never_trace
@@ -26,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook._core import RecordedCall
     from ferrohook.compat.transformers.declarations import Match, OutputRecorder
 
 # Never held while user code runs. Recursive, as a finaliser may run while it is held.
@@ -35,20 +47,48 @@ _LOCK = RLock()
 _INSTALLATIONS: dict[int, Installation] = {}
 
 
-class Installation(InstallationBase):
+class Installation:
     """Recorded layers of one model, for one state of its modules and declarations.
 
     It is looked up by the model's id and keeps no module alive; copies and pickles exclude it.
     """
 
-    def __init__(self, _modules: object, model: nn.Module, targets: dict[str, list[Match]]) -> None:
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         # Removes the entry with the model: a later model may get the same id.
         forget = functools.partial(_forget, _INSTALLATIONS, sys.is_finalizing, id(model))
         self.model = weakref.ref(model, forget)
         # Identifies it, and its successors, in graphs.
         self.number = str(id(model))
+        targets = layout.targets
         self.recorders = {key: [each.recorder for each in found] for key, found in targets.items()}
         self.copies = HostCopies()
+        self.attachment = Attachment()
+        self._tree = ModuleTree([module for module, _ in layout.modules])
+        self._declared = [
+            (weakref.ref(module), declared)
+            for module, declared in layout.modules
+            if declared is not None
+        ]
+        self.retired = False
+
+    def holds(self) -> bool:
+        """True if all modules are alive and have the same children and declarations."""
+        return self._tree.holds() and all(
+            (getattr(module(), DECLARATION, None) or {}) == declared
+            for module, declared in self._declared
+        )
+
+    def retire(self) -> None:
+        """Releases the model once no call records any more."""
+        self.retired = True
+        self.release_if_retired()
+
+    def release_if_retired(self) -> None:
+        """Releases the model if it is retired and no call records."""
+        if self.retired and not any(
+            call.live and call.installation is self for call in IN_FLIGHT.copy()
+        ):
+            self.attachment.release()
 
     def attach(self, targets: dict[str, list[Match]]) -> None:
         """Instruments the layers and registers their hooks.
@@ -124,7 +164,7 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
         if former is not None and former.holds():
             return former
         layout = layout_of(model)
-        installation = Installation(layout.modules, model, layout.targets)
+        installation = Installation(model, layout)
         try:
             installation.attach(layout.targets)
             # Best effort: PyTorch's own call costs more, and its code evicts that of the layers
@@ -158,11 +198,10 @@ def uninstall(model: nn.Module) -> None:
             installation.retire()
 
 
-class RecordedLayer(RecordedLayerBase):
-    """The hook of a recorded layer.
+class RecordedLayer(LastHook):
+    """The hook of a recorded layer: records its outputs for calls of its model.
 
-    Its native half records for the in-flight call of the current context. Python finds the call of
-    a layer on a worker thread, whose context has none, and records where `torch.compile` traces.
+    A layer with other recorded ones inside has it in the phase `forward_pre` too.
     """
 
     def __init__(self, installation: Installation, keys: list[LayerKey], name: str) -> None:
@@ -174,33 +213,36 @@ class RecordedLayer(RecordedLayerBase):
         # Recorded layers around it.
         self.enclosing: list[RecordedLayer] = []
         # By thread the call that it runs for, where the context has none.
-        self._running: dict[int, RecordedCall | None] = {}
+        self._running: dict[int, EagerCall | None] = {}
 
     def __call__(
-        self, _module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Records the layer's output in a trace of `torch.compile`."""
-        call = TRACED.call
-        if call is not None and call.number == self._number:
+        """Records the layer's output for its call, if that has the same installation."""
+        call = HERE.call
+        if call is None:
+            if torch.compiler.is_compiling():
+                return
+            call = self._call_elsewhere(args, kwargs)
+            if call is None:
+                return
+        if call.installation in (self._installation, self._number):
             call.record(self._keys, args, kwargs, output)
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the call for the layer and those inside, if the context has none."""
-        if TRACED.call is None:
+    def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the call for the layer and those inside, if thread and context have none."""
+        if innermost() is None:
             self._running[get_ident()] = self._find_owner(args, kwargs)
 
-    def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Records the layer's output, if the context has no call."""
-        if TRACED.call is not None:
-            self(None, args, kwargs, output)
-            return
+    def _call_elsewhere(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EagerCall | None:
+        call = CALL.get()
+        if call is not None:
+            return call
         here = get_ident()
         begun = here in self._running
-        call = self._running.pop(here) if begun else self._find_owner(args, kwargs)
-        if call is not None:
-            self.record(call, args, kwargs, output)
+        return self._running.pop(here) if begun else self._find_owner(args, kwargs)
 
-    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
+    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EagerCall | None:
         enclosing = [layer._running.get(get_ident()) for layer in self.enclosing]
         model = self._installation.model()
         return find_owner(model, self._name, first_of(args, kwargs), enclosing)
@@ -208,4 +250,4 @@ class RecordedLayer(RecordedLayerBase):
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(RecordedLayer, "begin", "native code calls it")
-never_trace(RecordedLayer, "end", "native code calls it")
+never_trace(RecordedLayer, "_call_elsewhere", "native code calls it")

@@ -4,6 +4,7 @@ pub mod callable;
 pub mod changes;
 pub mod handle;
 pub mod hook;
+pub mod last;
 pub mod native;
 pub mod operators;
 pub mod options;
