@@ -197,3 +197,77 @@ def test_a_vit_of_timm() -> None:
     table = fh.quantities(uneven(model.eval()), torch.randn(2, 3, 16, 16))
     for kind in ("resid_post", "attn_out", "mlp_out"):
         assert blocks(table, kind) == 3, kind
+
+
+def test_a_model_that_recorded_hidden_states_before() -> None:
+    transformers = pytest.importorskip("transformers")
+    vision = transformers.CLIPVisionConfig(**SMALL, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**SMALL, vocab_size=96, pad_token_id=0)
+    sizes = {"image_token_index": 95, "image_seq_length": 4}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, **sizes)
+    model = uneven(transformers.LlavaForConditionalGeneration(config).eval())
+    ids = torch.cat([torch.full((2, 4), 95), IDS], 1)
+    example = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
+    with torch.no_grad():
+        own = model(**example, output_hidden_states=True).hidden_states
+        table = fh.quantities(model, **example)
+        _, acts = fh.run(model, **example, capture="@resid_post.*")
+    assert blocks(table, "resid_post") == 3
+    assert torch.equal(acts["@resid_post.1"], own[2])
+
+
+class Scaled(nn.Module):
+    """Block that scales the stream before each of its parts adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(16), Mean(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = 0.5 * x + self.mix(self.norm(x))
+        result: Tensor = 0.5 * middle + self.mlp(middle)
+        return result
+
+
+class Mean(nn.Module):
+    """Attention to all tokens alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.value(x.mean(1, keepdim=True)).expand_as(x).contiguous()
+        return out
+
+
+class Tower(nn.Module):
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 16, max_norm=max_norm)
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = x
+        return result
+
+
+def test_the_equation_of_a_stream_that_is_scaled_twice_holds() -> None:
+    torch.manual_seed(0)
+    model = Tower().eval()
+    equation = fh.quantities(model)["@resid_post.1"].equation
+    left, right = equation.split(" = ")
+    _, acts = fh.run(model, IDS, capture=["@resid_pre.1", "@resid_post.1", "@*_out.1"])
+    values = {name[1:].partition(".")[0]: acts[name] for name in acts}
+    torch.testing.assert_close(eval(left, values), values[right])  # noqa: S307 (our own text)
+
+
+def test_a_table_that_a_forward_scales_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Tower(max_norm=1.0)
+    before = model.embed.weight.detach().clone()
+    assert "@embed" in fh.quantities(model)
+    assert torch.equal(model.embed.weight, before)

@@ -421,3 +421,18 @@ def test_a_model_that_views_its_output_can_be_written_to(name: str) -> None:
         changed = model(token_ids()).logits
     with torch.no_grad():
         assert not torch.equal(changed, model(token_ids()).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_hook_that_detaches_it_leaves_q_and_k_without_gradients(implementation: str) -> None:
+    model = make("llama", attn_implementation=implementation).requires_grad_()
+    attention = model.model.layers[1].self_attn
+
+    def detach(_module: nn.Module, _args: Any, pattern: Tensor) -> Tensor:
+        return pattern.detach()
+
+    with fh.register(model, "@pattern.1", detach):
+        logits = model(token_ids()).logits
+    logits.square().sum().backward()
+    assert attention.q_proj.weight.grad is None
+    assert attention.v_proj.weight.grad.any()

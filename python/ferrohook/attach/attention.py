@@ -373,11 +373,12 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (an attention function's argumen
     pattern = weights
     if function.call is not function.eager or pattern is None:
         pattern = pattern_of(function, module, query, key, value, mask, kwargs)
-    before = pattern.detach().clone()  # a hook may write to it in place
+    # A hook may write to it in place, or detach it.
+    before, has_gradient = pattern.detach().clone(), pattern.requires_grad
     pattern = _passed(points.pattern, pattern)
     pattern = _heads_inside(points.queries, pattern)
     own = _attended_to(pattern, value)
-    if not (torch.is_grad_enabled() and pattern.requires_grad):
+    if not (torch.is_grad_enabled() and (has_gradient or pattern.requires_grad)):
         changed = (pattern != before).any(-1).transpose(1, 2)
         own = torch.where(changed[..., None], own, output)
     return own, pattern if weights is not None else None

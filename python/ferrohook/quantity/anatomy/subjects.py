@@ -116,20 +116,28 @@ def structural_copy(model: nn.Module) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> Iterator[Tensor]:
+    """Yields the tensors that a copy shares: parameters, but for tables that a forward scales."""
+    scaled = {id(each.weight) for each in model.modules() if getattr(each, "max_norm", None)}
     for module in model.modules():
-        yield from (each for each in module._parameters.values() if each is not None)
+        own = module._parameters.values()
+        yield from (each for each in own if each is not None and id(each) not in scaled)
         for each in vars(module).values():
             if isinstance(each, Tensor) and not each.is_leaf:
                 yield each
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Removes torch's hooks but for those that compute parameters, and a compiled call."""
+    """Removes torch's hooks but for those that compute parameters, and a compiled call.
+
+    A model of transformers has hooks that record outputs, and puts them in again where they are not
+    noted.
+    """
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = getattr(module, name)
         for key in [key for key, hook in hooks.items() if not keeps_state_in_torch_hooks(hook)]:
             del hooks[key]
-    vars(module).pop("_compiled_call_impl", None)
+    for name in ("_compiled_call_impl", "_output_capturing_hooks_installed"):
+        vars(module).pop(name, None)
 
 
 def in_float32(subject: Subject) -> Subject:

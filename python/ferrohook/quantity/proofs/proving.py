@@ -366,7 +366,8 @@ def _sum_text(part: BlockParts, steps: int | None = None) -> str:
             text = f"norm({text})"
             continue
         added = [names.get((number, term), "other_out") for term in range(len(step.terms))]
-        text = f"{_times(step.multipliers[0])}{text}"
+        times = _times(step.multipliers[0])
+        text = f"{times}({text})" if times and " + " in text else f"{times}{text}"
         text = " + ".join([text, *added])
     return f"{text} = {'resid_post' if steps is None else 'resid_mid'}"
 
