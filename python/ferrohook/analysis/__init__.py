@@ -7,9 +7,9 @@ Examples:
     >>> effects.plot()
 """
 
-# Each analysis reads tensors at places of the model (`targets.py`), in hooks of a scope of its own,
-# which ends with the call. Those that change one cell after the other repeat the inputs and give
-# each cell rows of its own (`sweeps.py`); an unchanged copy among them shows that rows are
+# Each analysis reads tensors at places of the model (`targets.py`), in hooks of a separate scope,
+# which ends with the call. Sweeps change one cell after the other: they repeat the inputs, one copy
+# of the rows for each cell (`sweeps.py`). An unchanged copy among them shows that rows are
 # independent. The metric gets the output of each copy (`calls.py`), as in a loop by hand.
 
 from ferrohook.analysis.ablating import ablation as ablation

@@ -88,7 +88,7 @@ class ModelCall(NamedTuple):
 
 
 def variants(output: Any, plain: Any, times: int) -> Iterator[Any]:
-    """Splits the output of a repeated call into that of each copy.
+    """Splits the output of a repeated call into the outputs of its copies.
 
     Args:
         output: the output of the repeated call.
@@ -121,7 +121,7 @@ def variants(output: Any, plain: Any, times: int) -> Iterator[Any]:
 
 
 def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
-    """Compares the output of an unchanged copy with that of the call itself.
+    """Compares the output of an unchanged copy with the output of the call itself.
 
     Raises:
         HookError: they differ by more than rounding.
@@ -139,7 +139,7 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
 
 
 def relative_distance(one: Tensor, other: Tensor) -> float:
-    """Returns the norm of the difference of two tensors over that of the other, where finite."""
+    """Returns the norm of the tensors' difference, relative to `other`, where finite."""
     finite = one.isfinite() & other.isfinite()
     if not finite.any():
         return 0.0

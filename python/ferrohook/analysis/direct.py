@@ -113,8 +113,8 @@ def _attributed(
     """Attributes the metric of one call.
 
     Args:
-        targets: what is added to the stream.
-        projected: what heads are parts of; None to leave them together.
+        targets: the contributions to the stream.
+        projected: tensors that split into heads; None to leave the heads together.
         call: the texts.
         metric: maps the output to a number.
         norm: name and path of the last norm.
@@ -130,7 +130,7 @@ def _attributed(
     linear = _Frozen.of(name, targets.model.get_submodule(path), stream, normed)
 
     def given(name: str, part: Tensor) -> Tensor:
-        """Returns what a tensor in the stream adds to the metric, by position."""
+        """Returns the contribution of a tensor in the stream to the metric, by position."""
         try:
             added = part.expand_as(stream)  # embeddings of positions have one row
         except RuntimeError:
@@ -164,7 +164,7 @@ def _path(norm: Targets, name: str) -> str:
 def _projections(
     model: nn.Module, what: Selector, heads: int | None, output_index: OutputIndex
 ) -> tuple[Targets, Targets]:
-    """Returns what projections take of the heads, and what they add to the stream, in one order.
+    """Returns inputs of projections, split into heads, and their contributions, in one order.
 
     Of `@z` that is the attention's contribution, of modules their own input and output.
     """
@@ -231,7 +231,7 @@ def _gained(tensor: Tensor, gain: Tensor, *, centred: bool) -> Tensor:
 
 
 def _scale(x: Tensor, y: Tensor, gain: Tensor, *, centred: bool) -> Tensor:
-    """Fits the number by which the gained input is the output, at each position."""
+    """Fits the factor from the gained input to the output, at each position."""
     taken = _gained(x, gain, centred=centred)
     return (taken * y).sum(-1, keepdim=True) / taken.square().sum(-1, keepdim=True)
 

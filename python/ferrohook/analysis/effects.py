@@ -54,11 +54,11 @@ class Effects(Printed):
     names: list[str]
     """Names of the places."""
     over: tuple[str, ...] = ()
-    """Dimensions behind that of the places: "position", "head"."""
+    """Dimensions after the one of the places: "position", "head"."""
     label: str = "effect"
     """Meaning of a value."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Scores that the values refer to, such as those of the clean and the corrupted input."""
+    """Scores that the values refer to, such as the scores of clean and corrupted input."""
     tokens: Sequence[str] | None = None
     """Labels of the positions."""
 

@@ -86,8 +86,8 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
 ) -> Lens:
     """Reads the hidden states of all layers as if they were the last one's.
 
-    The model's own code maps them to logits: each hidden state is put in the place of the last
-    layer's, in rows of its own, so that the norm, the head, scales and caps are the model's. The
+    The model's own code maps them to logits: each hidden state replaces the last layer's in a
+    copy of the rows, so that the norm, the head, scales and caps are the model's. The
     model is called once more with a row for each layer and text.
 
     Args:

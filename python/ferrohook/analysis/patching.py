@@ -44,10 +44,10 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
 ) -> Effects:
     """Gives the model on one input, cell by cell, the activations that it has on another.
 
-    Each cell is a forward on the corrupted input with one place replaced by that of the clean
-    input: at one position, in one head, or all of it. Many cells share a forward, in rows of their
-    own. An effect is 0 where the score stays that of the corrupted input, and 1 where it becomes
-    that of the clean one.
+    Each cell is a forward on the corrupted input with one place replaced by its value from the
+    clean input: at one position, in one head, or all of it. Many cells share a forward, each on a
+    copy of the rows. An effect is 0 where the score stays at the corrupted input's, and 1 where
+    it reaches the clean input's.
 
     Args:
         model: any module whose rows are independent of each other; call `eval()` before.

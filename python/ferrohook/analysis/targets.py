@@ -174,7 +174,7 @@ class Targets:
     def _pass(
         self, call: ModelCall, take: Callable[[str, Tensor], tuple[T, Tensor | None]]
     ) -> tuple[dict[str, T], Any]:
-        """Calls the model; `take` returns what is found of a place, and what goes on from it.
+        """Calls the model; `take` gets each place's tensor, returns a result and a replacement.
 
         The places stand in the order in which they ran.
         """

@@ -55,8 +55,8 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     A value is a module's output (or input) in its own structure, its tensors converted as the
     options of `capture` say. With `calls="all"` or an int it is a list: one entry per call.
 
-    Type checkers take values for tensors, as most modules return one, or lists of tensors; that of
-    the model itself, `acts[""]`, may be anything. Cast others.
+    Type checkers take values for tensors, as most modules return one, or lists of tensors. The
+    value of the model itself, `acts[""]`, may be anything. Cast others.
 
     Copies and pickles include the values, cut from autograd's graph; a value that was changed in
     place raises `StaleActivationError` there.

@@ -216,8 +216,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             which change no version: use `clone` there.
         calls: calls of each module to store: the `last` one, `all`, or an int for that many of the
             latest.
-        grads: capture the tensors' gradients too, in `ActivationCache.grads`: the sum of those of
-            all backward passes.
+        grads: capture the tensors' gradients too, in `ActivationCache.grads`: the sum over all
+            backward passes.
         max_bytes: limit for all tensors together. The call that would exceed it raises
             `CaptureBudgetError`; earlier activations stay readable.
         stop: end each call of the model once all modules have run; the call returns `STOPPED`.

@@ -155,7 +155,7 @@ class CapturedPart(NamedTuple):
     """Index of each name among the values."""
     values: Recorded | _Copied
     only_last: bool
-    """True if a value is that of the last call, not a list."""
+    """True if a value is the last call's, not a list."""
     multipliers: Mapping[int, float]
     """Factors of the values, by place, where they are not 1."""
     heads: Mapping[int, Head]

@@ -38,7 +38,7 @@ def converter(
             result = result.to(dtype)
         if device is not None and device != result.device:
             to_host = device.type == "cpu" and result.is_cuda and not result.requires_grad
-            if to_host and not torch.compiler.is_compiling():  # nobody waits inside a graph
+            if to_host and not torch.compiler.is_compiling():  # a graph cannot wait for the copy
                 clone = copy != "ref" and share_memory(result, tensor)
                 return copies.start(result, clone=clone)
             result = result.to(device)

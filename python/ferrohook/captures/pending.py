@@ -1,4 +1,4 @@
-"""Values that collectors get once a GPU has run so far, which nobody waits for before they read."""
+"""Captures still on the GPU; the first reader waits for them."""
 
 from __future__ import annotations
 

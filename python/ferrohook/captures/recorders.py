@@ -57,7 +57,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     max_bytes: int | None = None,
     stop: bool = False,
 ) -> CaptureOptions:
-    """Validates the options of a capture; see `capture` for them and for what is raised."""
+    """Validates the options of a capture; see `capture` for them and for its errors."""
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():
@@ -136,9 +136,9 @@ class Recorders(NamedTuple):
     handles: list[HookHandle]
     """In the order of the names."""
     multipliers: dict[int, float]
-    """Factors of what is captured, by index, where they are not 1."""
+    """Factors of captured tensors, by index, where they are not 1."""
     heads: dict[int, Head]
-    """Heads that are meant of what is captured, by index."""
+    """Heads to select from captured tensors, by index."""
 
     @classmethod
     def begin(  # noqa: PLR0913 (the last two are of plans)

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    """Returns the parser of the command line, and those of its commands by name."""
+    """Returns the parser of the command line, and the parsers of its commands by name."""
     parser = Parser(prog="ferrohook", description="Hooks for PyTorch modules on a Rust core.")
     parser.add_argument("--version", action="version", version=f"ferrohook {__version__}")
     completion.add_option(parser)

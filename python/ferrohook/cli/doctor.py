@@ -37,7 +37,7 @@ WORKS = "works"
 
 
 def add_options(_parser: argparse.ArgumentParser) -> None:
-    """Adds no options of its own."""
+    """Adds no options."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def error_of_event(event: Mapping[str, Any], url: str) -> ServerError | None:
 
 
 def reason_of(response: httpx.Response) -> str:
-    """Returns what a server said of an error, in the form of OpenAI, of FastAPI or in any other."""
+    """Returns the message of a server's error, in the form of OpenAI, of FastAPI or any other."""
     try:
         body = response.json()
     except ValueError:

@@ -72,7 +72,7 @@ class FerrohookAPI(ModelAPI):  # type: ignore[misc, unused-ignore]  # likewise
     Args:
         model_name: name of the server's model.
         base_url: of the server.
-        api_key: of the server; else that of the environment, `FERROHOOK_API_KEY`.
+        api_key: of the server; defaults to the environment variable `FERROHOOK_API_KEY`.
         config: options of all requests.
         plan: of all requests: its JSON, as text or as a dict, or the path of a file of that. A
             request whose `GenerateConfig.extra_body` has the key "ferrohook" has that plan instead.

@@ -76,16 +76,16 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
-    runs those that are missing: not yet run, cut off, or damaged (a file was deleted, or its
+    runs the missing ones: not yet run, cut off, or damaged (a file was deleted, or its
     checksum is another; all files of the run are read for that). The store stays open.
 
-    A run records what it is made of, and is resumed over nothing else: the selected modules and
+    A run records its model, data and options, and resumes only with the same: selected modules and
     detectors with their options, `forward` and `mask` by name, the plan, the class of each module,
     the number of modules in training mode, and a fingerprint of each parameter, buffer and batch.
     See `ferrohook.data.fingerprints.fingerprint` for how it is computed: once a call for the model,
     which reads each parameter once (a forward of one row does so too), and for each batch. Not
-    recorded are code, hooks on the model, and attributes such as the number of heads. Buffers that
-    a forward changes, as those of a BatchNorm in training mode, are those of another model
+    recorded are code, hooks on the model, and attributes such as the number of heads. If a forward
+    changes buffers, as a BatchNorm does in training mode, the model counts as another one
     afterwards.
 
     Args:
@@ -94,7 +94,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             positional arguments, or the only argument. Batches are numbered in order.
         what: modules whose outputs to store, see `select`; or detectors of
             `ferrohook.compat.mi_crow`; or a list, tuple or set of both. A module's output is stored
-            as `output`, the tensors of a structure as `output.0` or `output.name`, and those of
+            as `output`, the tensors of a structure as `output.0` or `output.name`; tensors of
             the module's second call in a batch with `output#1` instead of `output`. A detector's
             `tensor_metadata` is stored after each batch, under the path of its layer, and cleared.
             A detector without a layer is registered on its `layer_signature` for the duration.

@@ -37,7 +37,7 @@ class ActivationDataset(Dataset[Tensor]):
     Of a run of `collect(..., tokens=)` each row has its token's id, its position and the number of
     its text: `tokens`, `positions`, `texts`.
 
-    A `DataLoader` may read it in worker processes, that of a `LocalStore` also in spawned ones. To
+    A `DataLoader` may read it in worker processes, also in spawned ones with a `LocalStore`. To
     shuffle more rows than fit into memory, see `ActivationStream`.
 
     Args:
@@ -123,7 +123,7 @@ class ActivationDataset(Dataset[Tensor]):
 
     @functools.cached_property
     def texts(self) -> Tensor:
-        """Number of each row's text among those of the run, int64."""
+        """Index in the run of each row's text, int64."""
         return self._of_rows("text")
 
     def _of_rows(self, part: str) -> Tensor:
@@ -200,8 +200,8 @@ class ActivationStream(IterableDataset[Tensor]):
     pass through. It has the numbers of rows alone, 8 bytes each; rows are read as batches are
     made. A reservoir as long as the data set shuffles uniformly.
 
-    An iteration is an epoch, each with an order of its own. One that was broken off is continued by
-    the next, in this process, or in another by `state_dict` and `load_state_dict`. Batches are the
+    An iteration is an epoch, each in another order. If it breaks off, the next one continues it, in
+    this process, or in another with `state_dict` and `load_state_dict`. Batches are the
     same for any number of workers.
 
     Ranks get different rows, and none twice. A `DataLoader(stream, batch_size=None)` of your own
@@ -216,8 +216,8 @@ class ActivationStream(IterableDataset[Tensor]):
         drop_last: leave out the last rows of an epoch, other ones in each, so that all ranks get
             equally many batches, all full.
         workers: processes that read ahead.
-        rank: index of this process; None for that of torch.distributed, or 0.
-        ranks: number of processes; None for that of torch.distributed, or 1.
+        rank: index of this process; None for the rank in torch.distributed, or 0.
+        ranks: number of processes; None for the world size of torch.distributed, or 1.
 
     Raises:
         HookTypeError: an argument has the wrong type.

@@ -73,14 +73,14 @@ def to_datasets(
     described = hf.Features(features)
     info = hf.DatasetInfo(features=described)
     table = pa.Table.from_arrays(arrays, schema=described.arrow_schema)
-    # Not of the rows: by such a fingerprint `map` would find what it cached of others.
+    # Random: with an equal fingerprint `map` would return results cached for other rows.
     return hf.Dataset(table, info=info, fingerprint=uuid.uuid4().hex)
 
 
 def _columns(
     store: Readable, layers: Sequence[str], run: str, name: str
 ) -> dict[str, list[Tensor]]:
-    """Reads the rows of each layer, and what is known of them, batch by batch."""
+    """Reads the rows of each layer, and their token columns, batch by batch."""
     columns: dict[str, list[Tensor]] = {}
     for batch in store.completed(run):
         stored = store.layers(run, batch)

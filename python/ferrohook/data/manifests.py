@@ -1,4 +1,4 @@
-"""Manifests: descriptions of what a run of `collect` is made of, and their differences."""
+"""Manifests: descriptions of a run of `collect` (model, data, options), and differences."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _is_manifest(read: object) -> bool:
-    """Validates what a file had as a manifest."""
+    """Validates a manifest that was read from a file."""
     if not isinstance(read, Mapping):
         return False
     mappings = (read.get(part) for part in ("options", "modules", "tensors"))

@@ -152,7 +152,7 @@ def _non_finite(values: Tensor) -> list[Tensor]:
 def _moments(values: Tensor) -> list[Tensor]:
     """Count, mean, sum of squared deviations, minimum and maximum of the finite numbers.
 
-    The last number is the count of those that are not finite.
+    The last number is the count of non-finite numbers.
     """
     finite = values.isfinite()
     count = finite.sum()

@@ -142,7 +142,7 @@ class Intervention(InterventionBase):
         super().__setattr__(name, value)
 
     def needs(self) -> Iterator[str]:
-        """Returns what it asks of whoever applies it, see `Judge`."""
+        """Returns the features that a back end must support to apply it, see `Judge`."""
         yield self.kind
         if self.output_index is not None:
             yield "output_index"
@@ -303,8 +303,8 @@ class Ablate(Intervention):
 class Clamp(Intervention):
     """Limits the component of a real tensor along a direction of unit length.
 
-    At a bound the gradient of a component is that of `torch.clamp`: alone with numbers as bounds,
-    in a batch of several with tensors, half of it where the two are equal.
+    At a bound the gradient of a component is the one that `torch.clamp` gives: for a single request
+    with numbers as bounds; in a batch of several with tensors, where equal bounds halve it.
 
     Args:
         direction: one dimension, as wide as the tensor's last; of any length but zero.

@@ -66,7 +66,7 @@ class Admission:
     Args:
         modules: modules of its model.
         options: of the engine.
-        secret: key of the salts. Whoever has it can read and write what a plan has cached.
+        secret: key of the salts. Its owner can read and write what a plan has cached.
     """
 
     def __init__(self, modules: ModuleTable, options: EngineOptions, secret: bytes) -> None:
@@ -79,8 +79,8 @@ class Admission:
 
         Args:
             value: its JSON, as text or as objects.
-            vectors: those that it may name.
-            used: digests of those that it names, once it was read.
+            vectors: the vectors that it may name.
+            used: digests of the vectors that it names, once it was read.
 
         Raises:
             ValueError: the plan is bad; the request must not be scheduled.
@@ -114,9 +114,9 @@ class Admission:
     def salt(self, read: ReadPlan, prompt_length: int, of_client: object) -> str | None:
         """Returns the cache salt of a request; None if its plan changes nothing.
 
-        Keys and values that a plan changed are for requests of the same plan alone; of the same
-        length of prompt, where the plan counts from its end. Keyed by the secret, so that nobody
-        else can make it.
+        Keys and values that a plan changed are only for requests of the same plan, and of the same
+        length of prompt where the plan counts from its end. The secret keys the salt, so that
+        clients cannot compute it.
 
         Args:
             read: its plan.

@@ -114,7 +114,7 @@ class WatchedRows:
         return scores.index_copy(1, index, rows.masked_fill(bad[..., None], 0))
 
     def send(self) -> None:
-        """Starts the copy of what was found to the host, on the current stream."""
+        """Starts to copy the counts of bad numbers to the host, on the current stream."""
         found = [bad for _, _, bad in self._found]
         if found and not found[0].is_cpu:
             bad = torch.cat(found)
@@ -127,7 +127,7 @@ class WatchedRows:
     def lost(self) -> dict[str, str]:
         """Returns the requests with bad numbers, and the name of the first tensor that has some.
 
-        Waits for what was sent.
+        Waits for the copy.
         """
         found = [each for _, _, each in self._found]
         if self._sent is not None:

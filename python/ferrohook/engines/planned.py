@@ -62,7 +62,7 @@ class EnginePlans(PreparedPlans):
 
     Args:
         model: the engine's model.
-        values: those of its modules in a step; None if they are not known.
+        values: values of its modules in a step; None if they are unknown.
         dim: dimension of the rows in its tensors.
         size: number of plans that stay prepared without a request.
     """
@@ -109,7 +109,7 @@ class EnginePlans(PreparedPlans):
             return
         for number, entry in enumerate(prepared.entries):
             needs = prepared.needs[number]
-            # At positions, what is cut has the tokens first.
+            # At positions, the slice gets a tensor with the tokens first.
             dim = 0 if entry.at is not None else self._dim
             reason = JUDGE.refusal(entry, dim, needs) or self._unfit(prepared, number)
             if reason is not None:
@@ -174,7 +174,7 @@ class _Member:
         self._failure = error
 
     def result(self, end: int | None) -> Result:
-        """Returns what it captured before the position `end`; may wait for a GPU."""
+        """Returns its captures before the position `end`; may wait for a GPU."""
         if self._failure is None:
             self._failure = self.request.error
         if self.parent is None and end is None:
@@ -220,8 +220,8 @@ class _Results(Mapping[str, Any]):
 class PlannedRequests:
     """Requests of an engine that have plans.
 
-    Any thread admits; the engine's thread runs steps. What is admitted stays until `retire`, or
-    until `reconcile` finds that the engine has forgotten it.
+    Any thread admits; the engine's thread runs steps. An admitted request stays until `retire`,
+    or until `reconcile` finds that the engine has forgotten it.
 
     Args:
         model: the engine's model.
@@ -285,7 +285,7 @@ class PlannedRequests:
                 self._submitting -= members.keys()
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Closes requests and drops what they captured."""
+        """Closes requests and drops their captures."""
         with self._lock:
             gone = [self._members.pop(each, None) for each in request_ids]
         for member in gone:
@@ -313,7 +313,7 @@ class PlannedRequests:
         """Enters the batch of a step, in this thread, for the forward.
 
         Args:
-            step: rows of all requests; those without a plan are nobody's.
+            step: rows of all requests; rows of requests without a plan stay as they are.
             gathered: modules that see other rows, see `batch_of_step`.
         """
         with contextlib.ExitStack() as stack:

@@ -38,7 +38,7 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
 
     Raises:
-        ValueError: the plan has what an engine does not serve; names the entry.
+        ValueError: the plan has a feature that no engine serves; names the entry.
     """
     entries: list[HookEntry | KeepEntry] = []
     names: set[str] = set()

@@ -120,7 +120,7 @@ class EngineRoutes(ABC):
 
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:
-    """Reads vectors; returns them, what a worker takes, and their digests."""
+    """Reads vectors; returns them, their form for a worker, and their digests."""
     try:
         vectors = safetensors.torch.load(body)
     except (safetensors.SafetensorError, ValueError) as error:

@@ -31,11 +31,11 @@ class Span(NamedTuple):
 class Step:
     """Immutable map of the rows of one forward to the requests of an engine.
 
-    Rows that no span covers are nobody's: padding, dummy batches.
+    Rows that no span covers are unowned: padding, dummy batches.
 
     Args:
         spans: in order of their rows.
-        rows: rows of the forward, padding included; None for those of the spans.
+        rows: rows of the forward, padding included; None for the rows of the spans.
 
     Raises:
         HookError: spans overlap, lie outside the rows, or name a request twice.
@@ -66,7 +66,7 @@ class Step:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Absolute position of each row in its request; -1 for nobody's."""
+        """Absolute position of each row in its request; -1 for an unowned row."""
         values = [-1] * self.rows
         for _, first, rows, position, _, _ in self.spans:
             values[first : first + rows] = range(position, position + rows)

@@ -53,7 +53,7 @@ class Vectors(Mapping[str, Tensor]):
             raise ValueError(msg)
 
     def put(self, vectors: Mapping[str, Tensor], digests: Mapping[str, str]) -> list[str]:
-        """Names vectors. Requests on their way still need those that had the names.
+        """Names vectors. Scheduled requests still need the former vectors of these names.
 
         Returns:
             The digests of replaced vectors beyond the limit, which are forgotten.
@@ -109,7 +109,7 @@ class Vectors(Mapping[str, Tensor]):
 
 
 class VectorsOfPlan(Mapping[str, Tensor]):
-    """Vectors for one plan, which notes those that it names.
+    """Vectors for one plan; records which ones the plan names.
 
     Args:
         vectors: that it may name.
@@ -118,7 +118,7 @@ class VectorsOfPlan(Mapping[str, Tensor]):
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = vectors
         self.used: dict[str, str] = {}
-        """Digests of those that were looked up, by name."""
+        """Digests of the vectors that were looked up, by name."""
 
     def __getitem__(self, name: str) -> Tensor:
         vector, self.used[name] = self._vectors.find(name)

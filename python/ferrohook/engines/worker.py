@@ -41,7 +41,7 @@ class Admitted:
     prepared: Prepared
     """Its plan, rewritten."""
     captures: list[CaptureEntry]
-    """Those of the plan."""
+    """Captures of the plan."""
     end: int = 0
     """Position behind its last row."""
     tokens: int = 0
@@ -130,14 +130,14 @@ class EngineWorker:
         self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, captures)
 
     def reconcile(self, live: Collection[str]) -> None:
-        """Closes the requests that are not among those that live in the engine."""
+        """Closes the requests that no longer live in the engine."""
         for request_id in self._admitted.keys() - live:
             self.retire(request_id)
         for request_id in self._failed.keys() - live:
             del self._failed[request_id]
 
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
-        """Closes a request; returns what it captured, None for one without a plan."""
+        """Closes a request; returns its captures, None for one without a plan."""
         admitted = self._admitted.pop(request_id, None)
         result = None if admitted is None else self.loaded_model().planned.retire(request_id)
         return None if admitted is None or result is None else (admitted, result)
@@ -199,7 +199,7 @@ class EngineWorker:
     def check_rows(self, hidden: Tensor, clean: Callable[[slice], object]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
 
-        What they wrote in this step is zeroed: whoever gets the blocks next reads them behind a
+        Their writes of this step are zeroed: the next owner of the blocks reads them through a
         mask, and NaN times zero is NaN.
 
         Args:
@@ -257,7 +257,7 @@ class EngineWorker:
         since: int = 0,
         partial: bool = False,
     ) -> bytes:
-        """Packs what a request captured, or why rows are missing.
+        """Packs the captures of a request, or why rows are missing.
 
         Args:
             admitted: the request.

@@ -35,19 +35,19 @@ class Place(NamedTuple):
     """A tensor, or a value, that a module takes or returns."""
 
     path: str
-    """Name of the module; of a point, behind that of its attention module."""
+    """Name of the module; a point's name follows the name of its attention module."""
     module: nn.Module
     inputs: bool = False
     part: Any = None
     """Index, key or attribute, see `output_index` of a capture; None for the value itself."""
     multiplier: float = 1.0
-    """Factor of the tensor: what is captured is multiplied by it, what is written divided."""
+    """Factor of the tensor: a capture is multiplied by it, a written value divided."""
     quantity: str | None = None
     """Name of the quantity that stands there; None where a module was selected."""
     writable: bool = True
     """False for a quantity that can be read alone."""
     shape: tuple[int, ...] | None = None
-    """Shape of a quantity in the call that was looked at, where widths are those of any call."""
+    """Shape of a quantity in the observed call, where widths hold for any call."""
     head: Head | None = None
     """Head that is meant of a tensor that has them all."""
 
@@ -79,7 +79,7 @@ def modules_of(places: Iterable[Place]) -> dict[str, nn.Module]:
 
 
 def hooks_at(places: Mapping[str, Place], hook: Any, phase: Phase) -> list[HookGroup]:
-    """Returns the forms of a hook that act at places as it does on what was selected.
+    """Returns the forms of a hook that act at places as the hook does on selected modules.
 
     Args:
         places: by name.
@@ -165,7 +165,7 @@ class Written:
 
     Args:
         place: where it stands.
-        hook: an intervention, or `hook(module, args, value)`: what it returns replaces the
+        hook: an intervention, or `hook(module, args, value)`: its result replaces the
             quantity, None leaves it.
     """
 

@@ -46,9 +46,9 @@ def select(
             - a subclass of `nn.Module`, for its instances.
             - a predicate `(name, module) -> bool`.
             - a list, tuple or set of any of these, for their union.
-        called: leave out containers: modules without a `forward` of their own, such as a
-            ModuleList. They are never called, so no hook fires on them. A selector that matches
-            nothing else is an error. `register`, `capture` and all that goes by them select so.
+        called: leave out containers: modules without a `forward`, such as a ModuleList. They are
+            never called, so no hook fires on them. A selector that matches
+            nothing else is an error. `register`, `capture` and everything built on them select so.
 
     Returns:
         The modules by path, in the order of `named_modules()`.

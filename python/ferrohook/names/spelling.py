@@ -1,4 +1,4 @@
-"""Names of quantities, and those of TransformerLens."""
+"""Names of quantities, and their names in TransformerLens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: Final = (
     "final_norm",
     "logits",
 )
-"""Kinds of quantities, in the order of tables. Those of a block have its number behind a dot."""
+"""Kinds of quantities, in the order of tables. A block's number follows the kind after a dot."""
 ENDS: Final = ("embed", "final_norm", "logits")
 """Kinds without the number of a block."""
 
@@ -71,7 +71,7 @@ def from_lens(name: str) -> str | None:
 
 
 HEADED: Final = ("q", "k", "v", "z", "pattern")
-"""Kinds that have heads, named by a number behind that of the block: `@z.3.5`."""
+"""Kinds that have heads, named by a number after the block's: `@z.3.5`."""
 
 
 def split_head(name: str) -> tuple[str, str | None]:
@@ -122,7 +122,7 @@ def kind_of(name: str) -> str:
 
 
 def order_of(name: str) -> tuple[object, ...]:
-    """Returns the key by which names are sorted: by stack, block and kind."""
+    """Returns the sort key of a name: stack, block and kind."""
     segments = name.split(".")
     kind = kind_of(name)
     place = segments.index(kind) if kind in segments else 0

@@ -67,7 +67,7 @@ def difference(
 ) -> Axes:
     """Draws where two caches differ: the norm of their difference, relative to that of `one`.
 
-    A heat map as that of `norms`, of the modules that both have.
+    A heat map like `norms`, of the modules that both have.
 
     Args:
         one: captured activations.

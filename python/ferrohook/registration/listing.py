@@ -80,7 +80,7 @@ class RegisteredHooks(list[RegisteredHook]):
 def hooks(model: nn.Module) -> RegisteredHooks:
     """Lists the hooks of a model that are registered for everybody, with their lines.
 
-    Those of scopes, captures and plans end by themselves and are left out, and so are hooks in
+    Hooks of scopes, captures and plans end by themselves and are left out, and so are hooks in
     torch's own dicts.
 
     Args:
@@ -104,7 +104,7 @@ def hooks(model: nn.Module) -> RegisteredHooks:
 
 
 def clear(model: nn.Module) -> None:
-    """Removes the hooks of a model that are registered for everybody, whoever registered them.
+    """Removes all global hooks of a model, also ones that other code registered.
 
     Modules that were instrumented for these hooks alone are plain again. Scopes, captures and
     plans keep their hooks, torch's own dicts theirs.

@@ -190,7 +190,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         model: any module.
         what: modules to hook, see `select`; containers (ModuleList) are left out. Or names of
             quantities, as `"@attn_out.3"`, see `quantities`; a plain callable there is called as
-            `hook(module, args, value)`, and what it returns replaces the quantity.
+            `hook(module, args, value)`, and its result replaces the quantity.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
             detector, or an intervention.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
@@ -251,10 +251,10 @@ def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
     if with_kwargs and phase in {"forward_pre", "forward"}:
         taken.insert(2, "kwargs")
     try:
-        # Not that of a function inside, whose arguments a decorator may have changed.
+        # Not the signature of a function inside, whose arguments a decorator may have changed.
         signature = inspect.signature(hook, follow_wrapped=False)
     except (TypeError, ValueError):
-        return  # unknown, as that of a call in C
+        return  # unknown, as for a call in C
     try:
         signature.bind(*taken)
     except TypeError as error:

@@ -39,7 +39,7 @@ class Scope(Frame):
         def __enter__(self) -> Self: ...
 
     def activate(self) -> contextlib.AbstractContextManager[None]:
-        """Activates the scope in another context, such as that of another thread, by `with`.
+        """Activates the scope in another context, such as another thread's, by `with`.
 
         Activates the scopes around it too. Leaving deactivates them for that context alone.
 

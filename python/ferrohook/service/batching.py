@@ -1,6 +1,6 @@
 """`Batcher`: requests of many clients share forwards, each under its own plan."""
 
-# Workers live in an executor as long as anything waits, so a batcher that nobody closes keeps no
+# Workers live in an executor as long as anything waits, so a batcher that is never closed keeps no
 # process alive. One worker at a time gathers a batch (`_gathering`), the others compute. A ticket's
 # future says whether it was cancelled: `set_running_or_notify_cancel` decides between the worker
 # that takes it and the client that leaves.
@@ -62,14 +62,14 @@ class Answer(Generic[Out]):
 class Batcher(Generic[In, Out]):
     """Gathers requests that wait into forwards, in worker threads.
 
-    A forward begins as soon as a worker is idle and the batch is full, or its oldest request has
-    waited for `max_wait` seconds. Clients take turns, and a request is never overtaken by one
-    behind it. A request whose hook, budget or deadline fails fails alone. If the forward itself
-    fails, each of its requests is computed again in a forward of its own, as are those that cannot
-    share one: requests with Python hooks, with scopes entered around `submit`, or with captures of
-    tensors that have no rows.
+    A forward starts as soon as a worker is idle and the batch is full, or its oldest request has
+    waited for `max_wait` seconds. Clients are served round-robin, and a later request never
+    overtakes an earlier one. A request whose hook, budget or deadline fails fails alone. If the
+    forward itself fails, each of its requests is computed again in a separate forward, as are
+    requests that cannot share one: requests with Python hooks, with scopes entered around
+    `submit`, or with captures of tensors that have no rows.
 
-    Forwards run without gradients. Those that are shared run in a context of their own: scopes of
+    Forwards run without gradients. Shared forwards run in a separate context: scopes of
     the submitting context do not reach them, its deadline does.
 
     Args:
@@ -146,7 +146,7 @@ class Batcher(Generic[In, Out]):
         alone: bool = False,
         client: Hashable = None,
     ) -> Future[Answer[Out]]:
-        """Adds a request to those that wait; returns at once.
+        """Adds a request to the waiting ones; returns at once.
 
         Args:
             item: the input, for `collate`.
@@ -154,7 +154,7 @@ class Batcher(Generic[In, Out]):
                 for each forward. None for a request without a plan.
             rows: number of the item's rows.
             length: tokens in its longest row.
-            alone: True for a forward of its own. So gets a request that exceeds a limit.
+            alone: True for a separate forward. A request that exceeds a limit also gets one.
             client: identifies the client, who takes turns with the others.
 
         Returns:
@@ -212,8 +212,7 @@ class Batcher(Generic[In, Out]):
         """Returns counts since the start.
 
         Returns:
-            `rows_seen`: rows of requests with a plan; `rows_changed`: those of requests whose plan
-            has hooks; `hooks_failed`: requests with a hook that raised, or an exceeded budget;
+            `rows_seen`: rows of requests with a plan; `rows_changed`: rows of requests whose plan
             `sizes`: number of forwards by number of requests in them; `waiting`: requests that wait
             now.
         """
@@ -247,7 +246,7 @@ class Batcher(Generic[In, Out]):
     # --- The line ---
 
     def _start_worker(self) -> None:
-        """Starts a worker if something waits that nobody is about to take. Under the lock."""
+        """Starts a worker if something waits and no worker is about to take it. Under the lock."""
         idle = self._working < self._workers and not self._gathering
         if idle and self._line and not self._closed:
             self._pool.submit(self._work)
@@ -298,10 +297,10 @@ class Batcher(Generic[In, Out]):
                     ticket.future.set_exception(error)
 
     def _together(self, tickets: list[WaitingRequest[In]]) -> list[WaitingRequest[In]]:
-        """Computes tickets in one forward; returns those that need one of their own."""
+        """Computes tickets in one forward; returns tickets that need a separate one."""
         members: dict[WaitingRequest[In], Request | None] = {}
         for ticket in tickets:
-            with contextlib.suppress(Exception):  # which it gets in a forward of its own
+            with contextlib.suppress(Exception):  # raised again in its separate forward
                 request = ticket.open(shared=True)
                 if request is None or shares_forwards(request):
                     members[ticket] = request

@@ -1,8 +1,8 @@
 """Prometheus metrics of a model and of a batcher, and the list of a model's hooks."""
 
-# Metrics are native detectors, read on demand. Each registry counts the hooks that raised
-# (`Registry.errors`), those of scopes and ignored ones included: a scope's hooks are gone before
-# anybody could ask them.
+# Metrics are native detectors, read on demand. Each registry counts exceptions in hooks
+# (`Registry.errors`), also in hooks of scopes and with ignored errors: a scope's hooks are gone
+# before a reader could ask them.
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def plan_of(body: Any, **limits: Any) -> Plan:
     alone.
 
     Args:
-        body: JSON text, what a framework parsed it into, or a plan, which the limits hold for too.
+        body: JSON text, its parsed value from a framework, or a plan; the limits hold for each.
         **limits: `tensors` and limits of `Plan.from_json`.
 
     Raises:

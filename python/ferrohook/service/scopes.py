@@ -1,8 +1,8 @@
 """Scopes of FastAPI's requests."""
 
 # A request's scope is an async generator dependency: FastAPI runs it in the task of the request,
-# whose context the thread pool copies; it would enter a plain generator in a thread with a context
-# of its own.
+# whose context the thread pool copies. A plain generator would run in a thread with another
+# context.
 
 from __future__ import annotations
 

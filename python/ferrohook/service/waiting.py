@@ -56,8 +56,8 @@ class WaitingRequest(Generic[In]):
         """Opens the request of its plan; None without a plan.
 
         Args:
-            shared: for a batch, in which the request's deadline holds; else the deadline is that of
-                the context.
+            shared: for a batch, in which the request's deadline holds; else the context's deadline
+                holds.
         """
         if self.open_request is None:
             return None
@@ -68,10 +68,10 @@ class WaitingRequest(Generic[In]):
 
 
 class Line(Generic[In]):
-    """Tickets that wait. Clients take turns; those of one client go in order of arrival.
+    """Waiting tickets: round-robin between clients, first come first served within a client.
 
-    No ticket is overtaken by one that is behind it: what does not fit ends the batch, and begins
-    the next. Used under a lock.
+    A later ticket never overtakes an earlier one: a ticket that does not fit ends the batch, and
+    starts the next. Used under a lock.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -79,7 +79,7 @@ class Line(Generic[In]):
         self._clients: OrderedDict[Hashable, deque[WaitingRequest[In]]] = OrderedDict()
         self._rows = 0
         self._requests = 0
-        # Of those that came since the line was empty.
+        # For the tickets that came since the line was empty.
         self._length = 1
         self._alone = False
 
@@ -87,7 +87,7 @@ class Line(Generic[In]):
         return self._requests
 
     def append(self, ticket: WaitingRequest[In]) -> None:
-        """Adds a ticket behind those of its client."""
+        """Adds a ticket after the other tickets of its client."""
         if not self._requests:
             self._length, self._alone = 1, False
         self._clients.setdefault(ticket.client, deque()).append(ticket)

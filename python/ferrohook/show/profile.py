@@ -1,7 +1,7 @@
 """`profile`: the time that each module of a model takes by itself."""
 
 # Hooks at the begin and the end of each call keep a stack of the calls that run, one for each
-# thread. The time of a call is that of its module, and is taken from its caller's own time. On a
+# thread. The time of a call counts for its module, and is taken from its caller's own time. On a
 # device times are those between two events on its stream; they are read once many wait, or when
 # they are asked for, so that the device is not waited for in between.
 
@@ -88,7 +88,7 @@ def _now(device: torch.device) -> Any:
 
 
 def _clock(module: nn.Module) -> torch.device | None:
-    """Returns the device that a module's calls are timed on; None for that of its caller."""
+    """Returns the device to time a module's calls on; None for its caller's device."""
     for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):
         device = tensor.device
         has_events = device.type in {"cuda", "xpu"}  # with times, on streams
@@ -277,7 +277,7 @@ def profile(model: nn.Module, what: Selector = None) -> Profile:
     """Measures the time that each module takes by itself, for the calls of this context.
 
     A context manager that returns the `Times`, to be printed inside the block or after it. A
-    module's own time is that of its calls without the profiled modules inside. Modules whose
+    module's own time is the time of its calls without the profiled modules inside. Modules whose
     parameters are on a GPU are timed by events on its stream, others by the clock; a module without
     parameters as its caller. A profiled call takes some microseconds, which count for its caller:
     select fewer modules where they matter. A compiled model runs without its graphs meanwhile.

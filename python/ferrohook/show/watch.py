@@ -76,7 +76,7 @@ class NanWatch:
         return self.found[0] if self.found else None
 
     def reset(self) -> None:
-        """Forgets what was found, and counts steps and batches from 0."""
+        """Forgets its findings, and counts steps and batches from 0."""
         self.found.clear()
         self.step = self.batches = 0
         for phase in self._detectors:
@@ -101,7 +101,7 @@ class NanWatch:
         self._detectors[phase] = detector, group
 
     def _take(self, phase: Direction) -> NonFinite | None:
-        """Reads the detector of a phase, and adds what it found in the last call."""
+        """Reads the detector of a phase, and adds its findings in the last call."""
         detector, _ = self._detectors[phase]
         numbers = detector.snapshot()
         if not numbers["affected"]:
@@ -120,7 +120,7 @@ class NanWatch:
                 raise NonFiniteError(str(found))
 
     def _began(self, _model: nn.Module, _args: Any) -> None:
-        self.check()  # what a call that raised left behind, and the gradients
+        self.check()  # findings of a call that raised, and the gradients
         self.batches += 1
 
     def _ended(self, _model: nn.Module, _args: Any, _output: Any) -> None:
@@ -212,7 +212,7 @@ def nan_watch(
 
     Args:
         model: any module; its calls are the batches.
-        what: modules to watch, see `select`; None for all. Leave out those that return infinities
+        what: modules to watch, see `select`; None for all. Leave out modules that return infinities
             on purpose, such as masks.
         optimizer: its steps are counted, and a step is not made on gradients that stop the watch.
         gradients: watch the gradients of the modules' outputs too.

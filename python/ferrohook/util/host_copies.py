@@ -1,4 +1,4 @@
-"""Asynchronous copies from a GPU to the host, on a stream of their own."""
+"""Asynchronous copies from a GPU to the host, on a separate stream."""
 
 # A copy that the host does not wait for needs pinned memory, which a process has little of: it is a
 # stage, and the copies move on to plain memory when they are read, or when the stage is full.
@@ -99,7 +99,7 @@ class HostCopies:
         """Starts a copy and returns it; `finish` before reading."""
         # Clones on the computing stream, so later writes in place there do not reach the copy.
         source = tensor.clone() if clone else tensor
-        # An inference tensor has no version: whoever keeps it would copy it before it is complete.
+        # An inference tensor has no version: a capture of it would be copied before it is complete.
         with torch.inference_mode(mode=False):
             host = torch.empty_like(source, device="cpu")
         self._started[_STAGE.add(source, host)] = None

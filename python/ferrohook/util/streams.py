@@ -30,7 +30,7 @@ class Made:
         self._streams = {stream.cuda_stream}
 
     def use(self) -> None:
-        """Orders what the current stream does from now on behind the kernels that made them."""
+        """Makes later work of the current stream wait for the kernels that made the tensors."""
         number = torch._C._cuda_getCurrentRawStream(self._device)
         if number in self._streams:
             return
@@ -46,8 +46,8 @@ class Made:
 class Tables:
     """Tensors on one GPU that are written again and again, and used by calls on any stream.
 
-    A context manager around the writes: the current stream waits for all uses of before, and uses
-    from then on wait for it. The replay of a CUDA graph tells nobody of its uses.
+    A context manager around the writes: the current stream waits for all earlier uses, and later
+    uses wait for it. A replayed CUDA graph bypasses this bookkeeping.
     """
 
     __slots__ = ("_device", "_tensors", "_users", "_writer", "_written")
@@ -61,7 +61,7 @@ class Tables:
         """Streams with calls since the tables were written, by number."""
 
     def use(self) -> None:
-        """Orders what the current stream does from now on behind the last writes."""
+        """Makes later work of the current stream wait for the last writes."""
         number = torch._C._cuda_getCurrentRawStream(self._device)
         if number in self._users or torch.cuda.is_current_stream_capturing():
             return
@@ -91,7 +91,7 @@ class Tables:
 def made(tensors: Sequence[Tensor]) -> Made | None:
     """Returns the order of uses of tensors that were made just now.
 
-    None if nobody else may use them: of shape propagation, which has no memory, or written by the
+    None if no other call may use them: of shape propagation, which has no memory, or written by the
     replays of a CUDA graph that is being captured.
     """
     if not _has_memory(tensors[0]) or torch.cuda.is_current_stream_capturing():

@@ -59,7 +59,7 @@ def refuse_swallowed(
         receiver = getattr(receiver, "_orig_mod", receiver).forward
     try:
         parameters = [*inspect.signature(receiver).parameters.values()]
-    except (TypeError, ValueError):  # as that of a function in C
+    except (TypeError, ValueError):  # as for a function in C
         parameters = []
     suspects -= {it.name for it in parameters if it.kind is not inspect.Parameter.VAR_KEYWORD}
     for name in sorted(suspects):

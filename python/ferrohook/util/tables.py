@@ -70,9 +70,9 @@ def rows_of(
 
     Args:
         name: of the module.
-        value: of its last call, or a list of those of calls.
+        value: value of its last call, or a list of the values of calls.
         per_call: True for a list.
-        counts: number of its calls, and of those whose values made way for later ones.
+        counts: number of its calls, and of calls whose values were dropped for later ones.
     """
     count, dropped = counts
     calls = ""

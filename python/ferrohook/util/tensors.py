@@ -153,7 +153,7 @@ def nested_of(components: list[Tensor], layout: torch.layout) -> Tensor:
 
 
 def indexed(tensor: Tensor, index: Any) -> Tensor:
-    """Returns `tensor[index]`; of a nested tensor what the index takes of each component.
+    """Returns `tensor[index]`; for a nested tensor the index applies to each component.
 
     Raises:
         HookTypeError: the index of a nested tensor has more than ints, slices and an ellipsis.
@@ -192,7 +192,7 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor: of a sparse one those of its indices and values."""
+    """Bytes of a tensor; for a sparse one the bytes of its indices and values."""
     match tensor.layout:
         case torch.sparse_coo:
             stored = [tensor._indices(), tensor._values()]
@@ -244,7 +244,7 @@ def physical(tensor: Tensor) -> Tensor:
 def after_transforms(tensor: Tensor) -> Tensor:
     """Returns a tensor without the transforms of `torch.func` that have ended.
 
-    The dimensions that `vmap` took away come first, that of the outermost ahead of all.
+    The dimensions that `vmap` took away come first, the outermost one ahead of all.
     """
     current = maybe_current_level() or 0
     dims = []

@@ -37,7 +37,7 @@ class ShardFile(NamedTuple):
 
         Raises:
             TypeError: no store wrote this entry.
-            ValueError: nor this name, which may be that of another batch or outside of the store.
+            ValueError: the name is no file of this batch, so it may point out of the store.
         """
         file = cls(**entry)
         _expect(file.name, str)

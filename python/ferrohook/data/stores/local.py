@@ -45,8 +45,8 @@ class LocalStore(Store):
     written as they are at that time, and continued in a second file.
 
     The index has a CRC-32 (`zlib.crc32`) of each file, computed as it is written, and of each of
-    its own lines. `verify` compares those of files, `get` with `verify=True`; those of lines are
-    always compared.
+    its own lines. `verify`, and `get` with `verify=True`, check the files; the lines are
+    always checked.
 
     One store writes to a folder at a time; any number may read it meanwhile. Reading flushes this
     store first. A store that is not closed is closed at the end of the process.

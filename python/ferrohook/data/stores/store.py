@@ -48,14 +48,14 @@ class Store(ABC):
         *,
         copy: bool = True,
     ) -> None:
-        """Adds tensors to a layer of a batch; replaces those of the same names.
+        """Adds tensors to a layer of a batch; replaces tensors of the same names.
 
         Args:
             run: a name of letters, digits, `_`, and after the first also `-` and `.`.
             batch: index of the batch, from 0.
             layer: any name, `""` included.
             tensors: tensors by names without a slash; stored detached, on the CPU.
-            copy: False if nobody will write to the tensors in place; then they are not copied.
+            copy: False if no code will write to the tensors in place; then they are not copied.
 
         Raises:
             HookTypeError: an argument has the wrong type, or a tensor is not strided or has a dtype
@@ -105,7 +105,7 @@ class Store(ABC):
 
     @abstractmethod
     def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
-        """Adds tensors of its own, see `put`."""
+        """Adds tensors that the store may keep, see `put`."""
 
     @abstractmethod
     def _restart(self, run: str, batch: int) -> None:
@@ -123,7 +123,7 @@ class Store(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Waits until all tensors are written, those of open batches included.
+        """Waits until all tensors are written, also of open batches.
 
         Raises:
             StoreError: a write failed, now or before.
@@ -162,7 +162,7 @@ class Store(ABC):
 
     @abstractmethod
     def fingerprints(self, run: str) -> dict[int, str]:
-        """Returns the fingerprints of batches by index, those of damaged batches included.
+        """Returns the fingerprints of batches by index, also of damaged batches.
 
         Empty for an unknown run.
         """
@@ -259,7 +259,7 @@ class StoredBatch:
     manifest: Mapping[str, Any] | None = None
 
     def add(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
-        """Adds tensors to a layer; replaces those of the same names."""
+        """Adds tensors to a layer; replaces tensors of the same names."""
         old = self.layers.get(layer, {})
         replaced = (old[name].nbytes for name in old.keys() & tensors.keys())
         self.nbytes += sum(tensor.nbytes for tensor in tensors.values()) - sum(replaced)

@@ -28,7 +28,7 @@ def custom_params(plan: Plan) -> dict[str, Any]:
 
 
 def activations(answer: Any) -> Captured:
-    """Returns what a finished request captured.
+    """Returns the captures of a finished request.
 
     Args:
         answer: of `Engine.generate` or of `/generate`, of a stream its last one; or a choice of an

@@ -1,8 +1,8 @@
 """Front end of SGLang: vectors that plans name, and captures in the answers to their requests.
 
 Uploaded vectors stay here; a plan that names some takes them along. Captures come with the last
-output of a request, on SGLang's own way of additional fields, so that nobody but its client gets
-them: of `/generate`, `Engine` and the OpenAI routes.
+output of a request, in SGLang's own additional fields, so that only its client gets them: from
+`/generate`, `Engine` and the OpenAI routes.
 """
 
 from __future__ import annotations

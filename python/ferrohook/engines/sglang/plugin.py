@@ -70,7 +70,7 @@ def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         worker.load()
     except HookError as error:
         worker.refuse(str(error))
-    except Exception as error:  # noqa: BLE001 (of a release that nobody tried: it serves without plans)
+    except Exception as error:  # noqa: BLE001 (of an untried release: it serves without plans)
         reason = f"{type(error).__name__}: {error}"
         worker.refuse(f"no plans with this model in sglang {CAPABILITIES.version}: {reason}")
 

@@ -2,7 +2,7 @@
 
 Since 0.5.22 a layer returns its last contribution, and the engine adds it to the stream as the next
 layer begins. A hook point in each layer sees the stream; where it changes that, the contribution is
-replaced in place by what leads to it. All else stays as it is, bit for bit.
+replaced in place, so that it yields the changed stream. All else stays as it is, bit for bit.
 """
 
 from __future__ import annotations

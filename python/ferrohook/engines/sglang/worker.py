@@ -140,8 +140,8 @@ class SchedulerWorker(EngineWorker):
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
 
-        Two in one batch, one of them changed at some positions; then the second one unchanged,
-        which must not find what the first wrote of the same tokens. All capture the stream behind
+        Two in one batch, one of them changed at some positions; then the second one unchanged. It
+        must not reuse the changed keys and values of the same tokens. All capture the stream after
         a layer, and a quantity of each kind.
 
         Raises:
@@ -189,7 +189,7 @@ class SchedulerWorker(EngineWorker):
         return found
 
     def _run_alone(self) -> None:
-        """Runs a request of `OBSERVED_ROWS` tokens that nobody wants, in one step."""
+        """Runs a dummy request of `OBSERVED_ROWS` tokens, in one step."""
         self._run([_request(range(1, 1 + OBSERVED_ROWS))])
 
     @torch.no_grad()
@@ -286,7 +286,7 @@ class SchedulerWorker(EngineWorker):
         return {req.ferrohook for req in reqs} & self._admitted.keys()
 
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
-        """Closes a request; returns what it captured, None for one without a plan."""
+        """Closes a request; returns its captures, None for one without a plan."""
         self._failed.pop(request_id, None)
         return super().retire(request_id)
 
@@ -359,7 +359,7 @@ class SchedulerWorker(EngineWorker):
     # --- answers -----------------------------------------------------------------------------
 
     def answer(self, reqs: Iterable[Any]) -> None:
-        """Gives finished requests what they captured, before they are answered."""
+        """Attaches captures to finished requests, before they are answered."""
         for req in reqs:
             name = getattr(req, "ferrohook", None)
             if name not in self._admitted or not req.finished():
@@ -419,7 +419,7 @@ def _heads_of(module: Any) -> HeadSizes | None:
 
 
 class _Nowhere:
-    """Stands for the detokenizer of answers that nobody waits for."""
+    """Replaces the detokenizer for requests without a client."""
 
     def send_output(self, *_args: object) -> None:
         """Drops an answer."""

@@ -75,8 +75,8 @@ class DummyStepFacts(NamedTuple):
     """A mixture of experts flattens (1, tokens, width), so that rows are in another dimension: by
     the sizes of one step alone, rows and experts could be taken for each other."""
     cached: Mapping[int, nn.Module]
-    """Attention modules whose function takes keys and values of the cache, and no more those of the
-    step, by their index there: so since transformers 5.24."""
+    """Attention modules by their index in the cache, where the attention function gets only keys
+    and values of the cache, without the step's: so since transformers 5.24."""
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> DummyStepFa
         head: modules that see the rows of which logits are computed, see `head_rows`.
 
     Returns:
-        What was observed.
+        The observed layout of the step.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.

@@ -30,7 +30,7 @@ def extra_args(plan: Plan) -> dict[str, Any]:
 
 
 def activations(llm: Any, output: Any) -> Captured:
-    """Returns what a finished request captured, once.
+    """Returns the captures of a finished request, once.
 
     Args:
         llm: `LLM` or `LLMEngine` that served it.

@@ -81,7 +81,7 @@ class VLLMRoutes(EngineRoutes):
         await self._call("ferrohook_drop", digest)
 
     async def captures(self, request: Request, response_id: str, index: int = 0) -> Response:
-        """Returns what a finished request captured, as safetensors, once.
+        """Returns the captures of a finished request as safetensors, once.
 
         403 without its token, 404 for an unknown id or another's, 409 while it runs, 422 if its
         plan failed.

@@ -5,7 +5,7 @@ and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` an
 `add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
 `create_chat_completion` of the OpenAI server. Engine: `Scheduler.update_from_output`,
 `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what `self_test` calls. Worker:
-`WorkerWrapperBase.init_device`, then those of `runners`. `_AROUND` lists what is wrapped.
+`WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND` lists what is wrapped.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _around(*paths: str) -> Callable[[F], F]:
 def register() -> None:
     """Attaches to this process of vLLM; idempotent.
 
-    Plans are refused, and nothing else changes, with a release that is older than those that were
-    tried, or that lacks a name that is attached to. A newer one is judged by the self-test.
+    Plans are refused, and nothing else changes, with a release that is older than the tried ones,
+    or that lacks a name that is attached to. A newer release has to pass the self-test.
     """
     if (reason := refusal()) is not None:
         _LOG.warning("ferrohook: %s", reason)
@@ -168,7 +168,7 @@ def _named(module: str, name: str) -> Any:
 
 
 def _method(path: str) -> tuple[Any, Any]:
-    """Returns the class of a method, and what the class has under its name."""
+    """Returns the class of a method, and the attribute that the class has under its name."""
     module, owner, name = path.rsplit(".", 2)
     found = _named(module, owner)
     return found, vars(found)[name]
@@ -389,7 +389,7 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
 def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
     """Ends requests with an error; returns their last outputs, with the clients' indices."""
     live = failed.keys() & scheduler.requests.keys()
-    # Their keys and values are for nobody, not even for requests of the same plan.
+    # No request may reuse their keys and values, not even one with the same plan.
     blocks = {
         block
         for request_id in live

@@ -43,7 +43,7 @@ class Ranks:
         return values
 
     def merged(self, failures: dict[str, str]) -> dict[str, str]:
-        """Returns the failures of all ranks; those of the first rank that has one win."""
+        """Returns the failures of all ranks; the first rank with any wins."""
         # By vLLM's shared memory: microseconds, where torch's group takes hundreds.
         if not self._group.all_reduce(torch.tensor([float(len(failures))])).item():
             return {}

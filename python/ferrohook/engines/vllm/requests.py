@@ -37,8 +37,8 @@ class VllmOptions(EngineOptions):
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
         sites_bytes: most bytes of the tables of the sites, on the device of the model.
-        captures_by_id: give captures over HTTP to whoever knows the id of the response, which
-            clients choose, instead of its token.
+        captures_by_id: give captures over HTTP to any client that names the id of the response,
+            which clients choose, instead of its token.
     """
 
     results_bytes: int = 2**30
@@ -63,7 +63,7 @@ class CapturingRequest:
     """A request that captures, as its client and the worker know it."""
 
     key: str
-    """Name of the captures in the worker; random, so nobody else's."""
+    """Name of the captures in the worker; random, so that no other request has it."""
     request_id: str
     """Of the client, and not unique: clients choose it."""
     token: str | None
@@ -153,7 +153,7 @@ class FrontEnd:
             self._issue(CapturingRequest(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
-        # The worker learns of captures that nobody can fetch with the next request.
+        # Tell the worker, with the next request, which captures were abandoned.
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         payload = {"plan": read.text, "vectors": read.used, "digest": read.digest, "key": key}
         payload["cancelled"] = cancelled

@@ -24,7 +24,7 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
     """Attaches to a model runner before it loads its model.
 
     Raises:
-        HookError: the runner has neither the methods of V1 nor those of V2.
+        HookError: the runner has the methods of neither V1 nor V2.
     """
     worker = RunnerWorker(runner, config)
     if all(hasattr(runner, name) for name in _V1):
@@ -113,7 +113,7 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
     entered = contextlib.ExitStack()
 
     def adding(original: Any, scheduler_output: Any) -> Any:
-        # Finished and preempted ones are gone by now; those that resume come as new ones.
+        # Finished and preempted ones are gone by now; a preempted one resumes as a new one.
         worker.reconcile(runner.req_states.req_id_to_index)
         result = original(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:

@@ -1,7 +1,8 @@
 """Self-test of an engine before its first request: known requests, by its scheduler and runner.
 
-Those that run alone, in one piece, are the measure of those that share steps in chunks. A row is
-right if no other known row is nearer, so low precision and other batch shapes do no harm.
+Requests that run one at a time, in one piece, are the reference for requests that share steps in
+chunks. A row is right if no other known row is nearer, so low precision and other batch shapes do
+no harm.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
         msg = f"a vector that was added to {first!r} did not reach {last!r}"
         raise HookError(msg)
 
-    # What is in the cache of prefixes by now is of requests without a change.
+    # By now the prefix cache holds these tokens, from requests that changed nothing.
     end = keep(last, at="last_prompt")
     (steered_again,) = engine.serve(_Known(one, Plan(steer, end)))
     engine.forget()
@@ -193,7 +194,7 @@ class _Known:
     """Reason of its failure."""
 
     def rows(self, name: str) -> Tensor:
-        """Returns what it captured.
+        """Returns its captures.
 
         Raises:
             HookError: it failed.
@@ -233,7 +234,7 @@ class _Engine:
 
         Args:
             sent: the requests.
-            budget: most tokens of a step; None for those of the engine.
+            budget: most tokens of a step; None for the engine's own limit.
         """
         known = {self._add(each): each for each in sent}
         scheduler = self._core.scheduler
@@ -301,7 +302,7 @@ class _Engine:
         raise HookError(msg)
 
     def _take(self, output: Any, known: _Known) -> None:
-        """Takes the output of a step, and what the request captured at its end."""
+        """Takes the output of a step, and the captures at the request's end."""
         known.tokens += output.new_token_ids
         if output.finish_reason is None:
             return

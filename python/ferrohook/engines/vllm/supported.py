@@ -48,7 +48,7 @@ CAPABILITIES: Final = Capabilities(
 
 
 def is_newer() -> bool:
-    """True if the installed release is newer than those that were tried."""
+    """True if the installed release is newer than the tried ones."""
     return _numbers(CAPABILITIES.version) > max(map(_numbers, CAPABILITIES.tried))
 
 

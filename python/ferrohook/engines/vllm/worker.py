@@ -141,7 +141,7 @@ class RunnerWorker(EngineWorker):
         )
 
     def _forward(self, model: Any) -> None:
-        """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
+        """Runs dummy tokens without a KV cache, like vLLM's profiling run."""
         context = importlib.import_module("vllm.forward_context")
         device = self._runner.device
         ids: Tensor | None = torch.arange(1, 1 + OBSERVED_ROWS, dtype=torch.int32, device=device)
@@ -214,10 +214,10 @@ class RunnerWorker(EngineWorker):
         return plan
 
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
-        """Closes a request, and keeps what it captured for its client."""
+        """Closes a request, and keeps its captures for the client."""
         ended = super().retire(request_id)
         if ended is not None and ended[0].captures and not ended[0].taken:
-            # Not that of the activations, which are put together as they are read.
+            # Their size by rows, since the activations are joined only when they are read.
             self._keep(_Finished(*ended, ended[0].row_bytes * ended[0].tokens))
         return ended
 
@@ -260,7 +260,7 @@ class RunnerWorker(EngineWorker):
         )
 
     def _zero(self, slots: Mapping[str, Tensor]) -> None:
-        """Zeroes the blocks of some slots, which nobody shares: they were not full before."""
+        """Zeroes the blocks of some slots. No request shares them: they were not full before."""
         config = self._runner.kv_cache_config
         for group in config.kv_cache_groups:
             for layer in group.layer_names:
@@ -336,7 +336,7 @@ class RunnerWorker(EngineWorker):
         return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
     def _captured(self, key: str) -> tuple[Admitted, Result] | None:
-        """Returns what a request has captured, of one that lives what there is so far."""
+        """Returns the captures of a request; of a running one, the captures so far."""
         for request_id, admitted in self._admitted.items():
             if admitted.key == key:
                 result = self.loaded_model().planned.peek(request_id)
