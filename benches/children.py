@@ -23,7 +23,7 @@ class Child:
     Args:
         module: its name.
         arguments: its arguments.
-        env: variables beside those of this process.
+        env: variables beside this process's.
     """
 
     def __init__(self, module: str, *arguments: str, env: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ def synchronize(device: str) -> None:
 
 
 def timed(call: Callable[[], object], device: str) -> Sampler:
-    """Samples the nanoseconds of a call, those of its kernels included."""
+    """Samples the nanoseconds of a call, including its kernels."""
 
     def spent(count: int) -> float:
         synchronize(device)

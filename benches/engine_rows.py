@@ -60,7 +60,7 @@ def print_ratios(requests: int, ratios: dict[str, list[float]]) -> None:
 
 
 def steering(requests: int) -> list[Any]:
-    """Returns a plan for each request, that adds a vector of its own in all layers."""
+    """Returns a plan for each request, each adding another vector in all layers."""
     import ferrohook as fh  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +70,7 @@ def steering(requests: int) -> list[Any]:
 
 
 def requests_of(plans: list[Any]) -> list[tuple[list[int], str | None]]:
-    """Returns a prompt of its own for each plan, and the plan as JSON, written once for all."""
+    """Returns a different prompt for each plan, and the plan as JSON, written once for all."""
     texts: dict[int, str] = {}
     return [
         (

@@ -1,7 +1,7 @@
 """Wrong answers and CPU time of vllm-lens and of ferrohook, in vLLM on a CPU.
 
 Run by the interpreter of `make vllm`: `.venv-vllm/bin/python -m benches.engines`. Each plug-in has
-a process of its own; right is what transformers computes for the request alone, hooked by hand.
+its own process. The reference is transformers' answer to the single request, hooked by hand.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ def is_wrong(model: Any, job: Any, given: Any, new_tokens: int) -> bool:
 
 
 def prompt_of(number: int, length: int = 70) -> list[int]:
-    """A prompt of its own."""
+    """A prompt that no other request has."""
     return [3 + (number * 31 + place * 7) % 500 for place in range(length)]
 
 
 def vector_of(number: int, width: int = 64) -> torch.Tensor:
-    """A vector of its own."""
+    """A vector that no other request has."""
     return torch.randn(width, generator=torch.Generator().manual_seed(number))
 
 

@@ -23,7 +23,7 @@ Sampler: TypeAlias = "Callable[[float], float]"
 """Measures one side for about so many seconds and returns the figure, in the group's unit."""
 
 Samples: TypeAlias = "dict[str, list[float]]"
-"""Figures by side; those of one index were measured one after the other."""
+"""Figures by side; figures of one index were measured one after the other."""
 
 
 class WrongResultError(Exception):
@@ -105,7 +105,7 @@ def measure(group: Group, effort: Effort, samplers: Mapping[str, Sampler]) -> Sa
 
 @dataclass(frozen=True)
 class Ratio:
-    """The figures of one side, `names`, over those of another."""
+    """The figures of one side, `names`, relative to another's."""
 
     names: list[float]
     overs: list[float]

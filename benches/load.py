@@ -86,14 +86,14 @@ def alike(answer: Any, expected: Any) -> bool:
 
 
 def make_variants(kind: str, texts: int, words: int, encoder: LockedEncoder) -> list[Variant]:
-    """Requests that differ in texts and in what they ask for.
+    """Requests that differ in texts and in wanted answers.
 
     Args:
         kind: `plain` asks for embeddings alone, `capture` and `steer` for the one or the other,
             `all` for both and counts.
         texts: in each request.
         words: in each text.
-        encoder: what knows the answers: with PyTorch's hooks, and used by nobody else.
+        encoder: computes the right answers with PyTorch's hooks; used only for that.
     """
     vocabulary = TEXT.split()
     generator = torch.Generator().manual_seed(0)
@@ -128,10 +128,10 @@ def make_variants(kind: str, texts: int, words: int, encoder: LockedEncoder) -> 
 
 
 class Service:
-    """A server in a process of its own.
+    """A server in a separate process.
 
     Args:
-        module: what `python -m` runs, with options.
+        module: argument of `python -m`, with options.
     """
 
     def __init__(self, *module: str) -> None:
@@ -220,8 +220,8 @@ def drive(
 ) -> Outcome:
     """Sends requests from concurrent clients, up to a number or a time.
 
-    A client ends too where the server says goodbye or takes no new connection: what it sent before
-    is dropped if it was not answered.
+    A client ends too where the server says goodbye or takes no new connection: an unanswered
+    request is dropped then.
     """
     outcome = Outcome()
     answers: list[tuple[Variant, int, bytes]] = []

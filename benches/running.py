@@ -1,4 +1,4 @@
-"""Groups in processes of their own: of this interpreter, or of two side by side.
+"""Groups in separate processes: of this interpreter, or of two side by side.
 
 A worker (`python -m benches.running GROUP`) sets one group up and then answers requests for
 samples, one JSON line each. So each group starts from a fresh process (imports and free memory of
@@ -150,7 +150,7 @@ def serve(name: str) -> None:
 
 
 def alone(group: Group, effort: Effort) -> Samples:
-    """Measures a group in a process of its own."""
+    """Measures a group in a separate process."""
     with Worker(group) as worker:
         samplers = {side: partial(worker.sample, side) for side in group.sides}
         return measure(group, effort, samplers)

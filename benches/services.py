@@ -119,7 +119,7 @@ class Hooked(NamedTuple):
 
 
 def steering(intervention: fh.Intervention) -> Callable[..., Any]:
-    """A hook that does what an intervention does, on the output or its first item."""
+    """A hook with the effect of an intervention, on the output or its first item."""
 
     def change(output: Tensor) -> Tensor:
         values = intervention.values

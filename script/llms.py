@@ -72,7 +72,7 @@ def described(name: str, value: Any) -> list[str]:
         return []
     if inspect.isclass(value):
         lines = [_line(f"{name}{_signature(value)}", value)]
-        # Its methods for hooks are native; those of other native bases are not for users.
+        # Its methods for hooks are native; methods of other native bases are not for users.
         native = [base for base in value.__bases__ if base.__name__ == "HookedBase"]
         for each in sorted({name for owner in (value, *native) for name in vars(owner)}):
             member = inspect.getattr_static(value, each)

@@ -1,8 +1,8 @@
 """Breaks a sample of the product's lines, one at a time, and counts how many the tests catch.
 
 `script/mutants.py [--part 1/20] [--only FOLDER...] [--count N] [--minutes N]` draws a fixed sample
-by seed: of what `cargo mutants` lists for the Rust sources, and of what the operators of `mutmut`
-(all but those that change a string) make of the Python sources. Neither tool can run these tests,
+by seed: from the list of `cargo mutants` for the Rust sources, and from mutations of the Python
+sources by the operators of `mutmut` (all but string changes). Neither tool can run these tests,
 so each mutant is applied here, to a worktree of the commit below `target/mutants`. There the
 extension is built, the tests of the mutated room run first and all others after them, up to the
 first failure. A mutant that takes three times as long as the commit itself is caught: it loops. One
@@ -71,7 +71,7 @@ ROOMS = {
     "python/ferrohook/names/spelling.py": ["quantity"],
     "python/ferrohook/names/select.py": ["names"],
 }
-"""Folders of tests by what they test; the longest name that fits counts."""
+"""Folders of tests by the sources that they test; the longest name that fits counts."""
 
 CRATES = {"rust/core": "ferrohook-core", "rust/statistics": "ferrohook-statistics"}
 """Packages whose own tests run before those in Python."""
@@ -131,13 +131,13 @@ def rust_mutants() -> Iterator[tuple[str, Mutant]]:
     for each in json.loads(output_of(command, tree=TREE)):
         file = each["file"]
         what = re.sub(r"^\S+:\d+:\d+: ", "", each["name"])
-        # cargo-mutants takes PyResult for a type of its own: none of its values would compile.
+        # cargo-mutants does not know PyResult for a Result: none of its values would compile.
         if file != "rust/py/src/tests.rs" and "with PyResult::" not in what:
             yield f"{file} {what}", Mutant(file, each["span"]["start"]["line"], what, each["diff"])
 
 
 def python_files() -> Iterator[str]:
-    """Lists the Python files of rooms, but for those of vLLM and SGLang."""
+    """Lists the Python files of rooms, without vLLM's and SGLang's."""
     for room in ROOMS:
         if room.startswith("python"):
             found = [TREE / room] if room.endswith(".py") else sorted((TREE / room).rglob("*.py"))
@@ -204,7 +204,7 @@ class Tests(NamedTuple):
 
 
 def tests_of(file: str, workers: str, *, rest: bool) -> list[Tests]:
-    """Returns the tests of a source file, those of its room first.
+    """Returns the tests of a source file, its room's first.
 
     Args:
         file: path of the source file in the repository.
@@ -340,7 +340,7 @@ def table_of(commit: str, counts: dict[str, dict[str, int]]) -> Table:
 
 
 def output_of(command: Sequence[str], *, tree: Path = ROOT, given: str = "") -> str:
-    """Runs a command in a checkout with a text as its input; returns what it printed."""
+    """Runs a command in a checkout with a text as its input; returns its output."""
     options = {"cwd": tree, "input": given, "stdout": subprocess.PIPE, "text": True}
     done = subprocess.run(command, check=True, **options)  # noqa: S603 (of this script)
     return done.stdout

@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
 
 def outcome_of(output: str, status: int) -> tuple[str, dict[str, int]]:
-    """Reads what a lane printed.
+    """Reads the output of a lane.
 
     Args:
         output: its whole output.

@@ -25,7 +25,7 @@ QUIET = {
 
 
 def execute(notebook: Any) -> None:
-    """Runs a notebook in a kernel of its own, which stores the outputs in it.
+    """Runs a notebook in a new kernel, which stores the outputs in it.
 
     Raises:
         CellExecutionError: a cell failed.

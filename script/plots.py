@@ -1,6 +1,6 @@
 """Draws the pictures of the pages: runs the code of each page that has some and saves its axes.
 
-`python script/plots.py recipes/steer` draws those of one page.
+`python script/plots.py recipes/steer` draws the pictures of one page.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def check(model: nn.Module, call: Callable[[], Any], steered: str) -> None:
 
 
 def check_training(model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
-    """Holds gradients and backward hooks against those of PyTorch."""
+    """Compares gradients and backward hooks with PyTorch's."""
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()

@@ -1,6 +1,6 @@
 """Lays the Python files of a release of vLLM over the CPU build of another.
 
-The wheels for CPUs come later than those for GPUs. The compiled parts stay those of the build.
+The wheels for CPUs come later than the ones for GPUs. The compiled parts stay the build's.
 
     .venv/bin/python script/vllm_release.py 0.33.0 .venv-vllm-0.33.0
 """

@@ -1,7 +1,7 @@
 """Runs the steps of the public CI here: `script/workflow.py [--list] [JOB...]`.
 
-A step that is a command runs as there, by `bash -e`, once for each text that the matrix makes of
-it. A step that uses an action is listed as not run: this machine has to have what it sets up.
+A step that is a command runs as there, by `bash -e`, once for each value of the matrix. A step
+that uses an action is listed as not run: this machine has to have its tools already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes of the systems, each in an environment of its own."""
+"""Processes of the systems, each in its own environment."""
 
 from __future__ import annotations
 

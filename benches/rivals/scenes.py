@@ -86,12 +86,12 @@ def alone() -> Any:
 
 
 def ids_of(number: int, length: int = 12) -> Tensor:
-    """Tokens of a request of its own."""
+    """Tokens that no other request has."""
     return torch.tensor([[3 + (number * 31 + place * 7) % 60 for place in range(length)]])
 
 
 def vector_of(number: int, width: int = models.WIDTH) -> Tensor:
-    """A vector of its own."""
+    """A vector that no other request has."""
     return torch.randn(width, generator=torch.Generator().manual_seed(number))
 
 
@@ -165,7 +165,7 @@ def in_threads(
 ) -> None:
     """Judges requests in threads that begin at once, and alternate as often as they can.
 
-    A request without an answer counts as one that is told of: nobody takes it for an answer.
+    A request without an answer counts as a reported error: no caller takes it for an answer.
     """
     barrier = threading.Barrier(THREADS)
     judged: list[Outcome] = []

@@ -87,7 +87,7 @@ def collected(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
 
 def expect_activations(acts: dict[str, torch.Tensor], x: torch.Tensor) -> None:
-    """Checks what was captured of `stack` against its layers called one by one."""
+    """Checks the captures of `stack` against its layers called one by one."""
     for number, layer in enumerate(stack()):
         x = layer(x)
         expect(torch.equal(acts[str(number)], x), f"the output of layer {number}")

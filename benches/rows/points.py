@@ -1,4 +1,4 @@
-"""Hook points: against those of TransformerLens on the same models."""
+"""Hook points: against TransformerLens' on the same models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rooted(root: Any, layers: list[nn.Module]) -> Any:
 
 
 def both(*, layers: bool) -> tuple[Any, Any]:
-    """One model on our classes and on those of TransformerLens."""
+    """One model on our classes and on TransformerLens'."""
     from transformer_lens import HookedRootModule as LensRoot  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from transformer_lens.hook_points import HookPoint as LensPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""Names of quantities: what they cost a call, and how long a model is looked at."""
+"""Names of quantities: their cost in a call, and the time of looking at a model."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Batched:
         self.rows: dict[Any, Any] = {request: row for row, request in enumerate(self.requests)}
 
     def __call__(self, x: torch.Tensor) -> Any:
-        """Calls the model in a batch of its own, as an engine does in each step."""
+        """Calls the model in a new batch, as an engine does in each step."""
         with fh.batch(self.rows):
             return self.model(x)
 

@@ -180,7 +180,7 @@ def test_inputs_may_be_positional_or_keywords(net: Net) -> None:
     assert torch.equal(found[0], found[2])
 
 
-# What is refused
+# Refusals
 
 
 class _Loss(nn.Module):
@@ -297,7 +297,7 @@ def test_a_metric_without_a_gradient_is_refused(net: Net) -> None:
 
 
 class _Aside(nn.Module):
-    """Computes something that nobody uses."""
+    """Computes an unused value."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

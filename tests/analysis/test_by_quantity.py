@@ -1,4 +1,4 @@
-"""Analyses of quantities are those of the modules that have them, in any architecture."""
+"""Analyses of quantities equal analyses of the modules that have them, in any architecture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_patching_goes_over_the_stream(named: tuple[str, Case]) -> None:
         found = analyse(*arguments)
         assert found.names == ["@resid_post.0", "@resid_post.1"]
         close(found.values, analyse(*arguments, case.layers).values)
-        # What the next block takes is what the one before it returns.
+        # The next block's input is the output of the one before it.
         before = analyse(*arguments, "@resid_pre.1")
         close(before.values[0], found.values[0])
 
@@ -76,7 +76,7 @@ def test_quantities_inside_attention_know_their_heads(named: tuple[str, Case]) -
     close(heads, off("@z.*", over="head", heads=HEADS))
     with pytest.raises(fh.HookTypeError, match=f"has {HEADS} heads of its own, got heads=3"):
         off("@z.*", over="head", heads=3)
-    # A head without a pattern returns zeros, and a head has a name of its own.
+    # A head without a pattern returns zeros, and a head has a separate name.
     close(heads, off("@pattern.*", over="head"))
     close(heads[:, 1], off("@z.*.1"))
     assert off(["@q.0", "@pattern.0"], over=("position", "head")).shape == (2, POSITIONS, HEADS)
@@ -130,12 +130,12 @@ def test_parts_behind_norms_sum_up_to_the_logit() -> None:
     ids = torch.randint(WORDS, (2, POSITIONS))
 
     def share(*parts: Any) -> Tensor:
-        """What is left of the metric behind the parts, which there are no biases in."""
+        """Share of the metric that is left without the parts; there are no biases in it."""
         found = analysis.direct_logit_attribution(model, ids, difference, *parts)
         return torch.tensor(found.scores["rest"] / found.scores["metric"])
 
     torch.testing.assert_close(share(), torch.tensor(0.0), atol=1e-4, rtol=0)
-    # The outputs of the attentions and MLPs are not what is added.
+    # The outputs of the attentions and MLPs are not their contributions.
     assert share(["model.embed_tokens", "**.self_attn", "**.mlp"]).abs() > 0.01
     with pytest.raises(fh.HookError, match=r"'@attn_out\.0' is not linear in its heads"):
         analysis.direct_logit_attribution(model, ids, difference, over="head", heads=HEADS)

@@ -1,4 +1,4 @@
-"""The table of an analysis: what it prints, plots and counts."""
+"""The table of an analysis: its text, plots and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans on their way into an engine: salts that nobody else makes, and limits."""
+"""Plans on their way into an engine: salts that no client can make, and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def salt(
 
 
 def test_a_salt_is_one_of_this_process() -> None:
-    """Whoever knows the plan, the code and the client's own salt cannot make it."""
+    """A client that knows the plan, the code and its own salt cannot make it."""
     made = salt(CHANGE, secret=b"one")
     assert made != salt(CHANGE, secret=b"other")
     read = admission().read(CHANGE.to_json(), {}, {})

@@ -20,7 +20,7 @@ IDS = torch.arange(OBSERVED_ROWS)
 
 
 class Norm(nn.Module):
-    """Norm that adds what was not added yet, and returns the stream too."""
+    """Norm that adds the pending contribution, and returns the stream too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_all_is_found_where_it_is(sandwich: bool) -> None:
         f"@resid_mid.{layer}" for layer in range(3)
     }
     assert modules.named.heads["@z.1"] == HEADS
-    # By hand: what a hook on the layer would have to add up.
+    # By hand: a hook on the layer would have to add these up.
     pair = []
     handle = model.layers[1].register_forward_hook(lambda _m, _a, output: pair.append(output))
     with fh.capture(model, ["@resid_post.1", "@z.2"]) as acts:

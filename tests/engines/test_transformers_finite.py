@@ -1,4 +1,4 @@
-"""Plans that make rows NaN or infinite fail their own requests, and reach nobody else's."""
+"""Plans that make rows NaN or infinite fail only their own requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     # Its layers write over what they have read: a step cannot be run twice.
     "sliding": MistralConfig(**SIZES, sliding_window=8),
-    # LayerNorm makes NaN of what is large, RMSNorm zero.
+    # LayerNorm makes NaN of large numbers, RMSNorm zero.
     "gpt2": GPT2Config(
         vocab_size=64,
         n_positions=256,

@@ -117,7 +117,7 @@ def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: An
         "writable": True,
     }
     assert {*found.quantities} == {*table} | {f"@{name}" for name in table.missing}
-    # What the list refuses, a plan is refused for; what it has, a plan may keep.
+    # A plan with a refused name is refused for the same reason; listed ones a plan may keep.
     for name, each in found.quantities.items():
         plan = fh.Plan(fh.keep(name))
         if "refused" not in each:

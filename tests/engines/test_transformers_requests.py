@@ -63,7 +63,7 @@ def take(source: Any, number: int) -> dict[str, Any]:
 
 
 def failing(fails_at: Callable[[int], bool]) -> fh.Plan:
-    """A plan whose hook raises at a call of its own choice."""
+    """A plan whose hook raises at a chosen call."""
     calls = []
 
     def hook(_module: object, _args: object, _output: object) -> None:

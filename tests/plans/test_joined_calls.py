@@ -43,7 +43,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 
 
 def alone(model: Any, text: Tensor, padding: int) -> Tensor:
-    """What the layer returns for all tokens of one text but the last, which never ran."""
+    """The layer's output for all tokens of one text but the last, which never ran."""
     found: list[Tensor] = []
     handle = model.get_submodule(NAME).register_forward_hook(lambda *call: found.append(call[2]))
     with torch.no_grad():

@@ -123,7 +123,7 @@ def test_texts_that_are_mutated_are_accepted_as_they_are(entry: dict[str, Any]) 
 
 
 class Unread(list[Any]):
-    """A list whose members nobody may look at."""
+    """A list whose members must not be read."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

@@ -359,7 +359,7 @@ def test_an_interrupt_restores_the_model(act: Callable[[nn.Module, fh.Plan], Non
             stack = traceback.extract_tb(interrupt and interrupt.__traceback__)
             left.append([f"{frame.name}, line {frame.lineno}" for frame in stack])
             frames.set(())
-        # A prepared plan that nobody got is closed by its finaliser.
+        # A prepared plan that was never returned is closed by its finaliser.
         del interrupt
         gc.collect()
         if state(model) != plain:

@@ -63,7 +63,7 @@ def rows_of(request: fh.Request, name: str = LAYER) -> list[Tensor]:
 
 
 def found_in(model: Any, text: Tensor, calls: list[Tensor]) -> list[list[int]]:
-    """Positions of captured rows, by comparing them with those of the whole text."""
+    """Positions of captured rows, found by comparing them with rows of the whole text."""
     states = model.model(text, output_hidden_states=True).hidden_states[1][0]
     return [
         [int((states - row).abs().amax(-1).argmin()) for row in call.reshape(-1, call.shape[-1])]
@@ -156,7 +156,7 @@ def test_the_prompt_of_an_assistant_is_that_of_the_model_it_assists(model: Any) 
     text, calls = kept(
         assistant, "prompt", lambda: model.generate(ids, assistant_model=assistant, **GREEDY)
     )
-    # It generates several times, each behind what was accepted so far.
+    # It generates several times, each time after the tokens accepted so far.
     assert {*flat(found_in(assistant, text, calls))} == {*range(6)}
 
 

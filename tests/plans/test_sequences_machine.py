@@ -91,7 +91,7 @@ class ByHand:
 
 
 class Ours:
-    """The model that a request's plan is for; it is told nothing."""
+    """The model that a request's plan is for; it gets no hints."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -106,7 +106,7 @@ def ids_of(seed: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """Calls of a model, on sequences of their own; `run` returns what it computes."""
+    """Calls of a model, each on a new sequence; `run` returns its output."""
 
     seed: int
     lengths: tuple[int, ...]
@@ -210,7 +210,7 @@ class Steps(Step):
 
 @dataclass(frozen=True)
 class Unseen(Step):
-    """A call behind the copy of a cache: nobody tells where the prompt ends."""
+    """A call after the copy of a cache: no source says where the prompt ends."""
 
     def run(self, it: Any, needs: bool) -> Any:
         cache = transformers.DynamicCache(config=it.model.config)
@@ -356,7 +356,7 @@ STACKS = {"encoder": "model.encoder.layers.0", "decoder": "model.decoder.layers.
 
 
 class Layers:
-    """Keeps what the layers of a model with an encoder and a decoder return, call by call."""
+    """Keeps the outputs of the layers of an encoder-decoder model, call by call."""
 
     def __init__(self, model: Any) -> None:
         self.calls: dict[str, list[Tensor]] = {name: [] for name in STACKS}

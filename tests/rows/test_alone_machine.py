@@ -209,7 +209,7 @@ ATS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 class Hook:
     """An entry of a plan.
 
-    Its kind is `write` (in place, to one tensor), `native`, `map` (returns what it gets doubled),
+    Its kind is `write` (in place, to one tensor), `native`, `map` (returns its input doubled),
     `swap` (returns one tensor in place of another), `observe` or `keep`.
     """
 
@@ -261,7 +261,7 @@ class Case:
         return rows
 
     def positions(self) -> Tensor | None:
-        """Of each row in its member; of nobody's -1."""
+        """Place of each row in its member; -1 for padding."""
         if self.layout == "rows":
             return None
         padded = self.layout == "padded"

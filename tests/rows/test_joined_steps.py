@@ -37,7 +37,7 @@ def model() -> nn.Sequential:
 
 
 def step(model: nn.Sequential, request: Request, x: Tensor, start: int, dim: int = 0) -> Tensor:
-    """Runs tokens of a request between those of nobody; returns what the first module returned."""
+    """Runs tokens of a request between padding; returns the output of the first module."""
     rows = slice(1, 1 + len(x))
     positions = torch.tensor([-1, *range(start, start + len(x)), -1])
     padded = torch.cat([torch.randn(1, WIDTH), x, torch.randn(1, WIDTH)])
@@ -62,7 +62,7 @@ def moves(draw: st.DrawFn) -> list[Moves]:
 def padded_step(
     model: nn.Sequential, request: Request, x: Tensor, start: int, *, left: bool
 ) -> None:
-    """Runs tokens of a request as one padded row, beside a row of nobody."""
+    """Runs tokens of a request as one padded row, beside a row of padding."""
     padding = torch.randn(2, WIDTH)
     positions, row = torch.arange(start, start + len(x)), [x, padding]
     both = [positions, torch.tensor([-1, -7])]
@@ -89,7 +89,7 @@ def test_they_are_right_wherever_they_are_read(  # noqa: PLR0913, PLR0917 (what 
 ) -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     entry = fh.keep("0", at=at, copy=copy, dtype=dtype)
-    # What runs again takes the place of what was, so that this is enough; padding counts too.
+    # A token that runs again replaces its row, so that this is enough; padding counts too.
     width = 4 * WIDTH * (1 if dtype is None else 2)
     tokens = {each for move in moves for each in range(move.start, move.start + move.count)} | {0}
     wanted = [each for each in tokens if at is None or each % 2 == 0]
@@ -128,7 +128,7 @@ def test_what_runs_again_releases_what_was(model: nn.Sequential, max_bytes: int 
     count = 40
     for tokens in range(count, 0, -1):  # all but one of the tokens of the step before
         step(model, request, torch.randn(tokens, WIDTH), 0)
-        # Rows of nobody, and at most as many that ran again as are left.
+        # Padding rows, and at most as many rows that ran again as are left.
         assert held(request) <= 4 * WIDTH * (2 * count + 4 * (count - tokens + 1))
     again = torch.randn(count, WIDTH)
     step(model, request, again, 0)

@@ -1,4 +1,4 @@
-"""Matrices whose rows are the tokens of a padded batch, as those of routers and experts."""
+"""Matrices whose rows are the tokens of a padded batch, as in routers and experts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def model() -> nn.Sequential:
 
 
 def step(model: nn.Module, rows: Mapping[Any, Any], x: Tensor = X) -> Tensor:
-    """Runs a batch of its own, as an engine does."""
+    """Runs a new batch, as an engine does."""
     with torch.no_grad(), fh.batch(rows, warn=False):
         output: Tensor = model(x)
     return output

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
 
 ROWS = (5, 6, 7, 8)
-"""Sizes of batches: none is that of another dimension."""
+"""Sizes of batches: none equals the size of another dimension."""
 CALLS = 2
 GRADIENTS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Tolerances, relative to the largest value of a gradient."""

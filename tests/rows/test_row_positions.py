@@ -130,7 +130,7 @@ def test_positions_that_move_within_a_batch(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("at", ["generated", slice(1, None)])
 def test_positions_that_move_choose_other_rows(model: nn.Sequential, at: At) -> None:
-    """Rows of a call are none of the next one's, among which nobody's stand."""
+    """Rows of a call are not rows of the next one, which has padding among them."""
     plan = fh.Plan(fh.keep("0", at=at), fh.on("0", fh.Zero(), at=at)).prepare(model)
     first, second = plan.open(), plan.open()
     lengths = {first: 1, second: 2}

@@ -77,7 +77,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def picked(tensor: Tensor, rows: Any) -> Tensor:
-    """Rows of a tensor that has those of the batch, in the order given; others whole."""
+    """Rows of a tensor with the batch's rows, in the order given; other tensors whole."""
     if tensor.dim() == 0 or len(tensor) != SIZE:
         return tensor
     return tensor[torch.arange(SIZE)[list(rows) if isinstance(rows, range) else rows]]

@@ -120,7 +120,7 @@ def before_again(_m: object, args: tuple[Tensor]) -> Tensor:
 
 
 def saves(_m: object, _a: object, out: Any) -> Any:
-    """Has autograd save what it gets."""
+    """Has autograd save its input."""
     return type(out)(map(torch.sin, out)) if isinstance(out, tuple) else torch.sin(out)
 
 
@@ -220,7 +220,7 @@ def test_memory_that_copies_cannot_share_is_refused() -> None:
     def guilty(_m: object, _a: object, out: Any) -> None:
         out[0].mul_(3.0)
 
-    # Rows of the second are not in the blocks of those of the first.
+    # Rows of the second are not in the blocks of the first's rows.
     model = Part(lambda x: views(x * 2, itself, lambda y: y.view(WIDTH, SIZE).t()))
     with torch.no_grad(), fh.Plan(fh.on("", guilty)).prepare(model) as plan:
         request = plan.open()

@@ -125,7 +125,7 @@ class Compiled:
             request.close()
 
     def nobodys(self, drawn: list[tuple[int, tuple[int, ...]]], x: Tensor) -> None:
-        """Compares the rows of nobody with a call in no batch, bit for bit."""
+        """Compares the rows without a member with a call in no batch, bit for bit."""
         plain = self.call(x)
         opened = {self.prepared[number].open(): list(own) for number, own in drawn}
         with fh.batch(opened, size=ROWS):

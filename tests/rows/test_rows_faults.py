@@ -57,7 +57,7 @@ def numbered(rows: int) -> Tensor:
     return torch.arange(1.0, rows + 1)[:, None].expand(rows, WIDTH).contiguous()
 
 
-# --- what is remembered -----------------------------------------------------------------------
+# --- the cache of merged hooks ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["tensor", "function"])
@@ -153,7 +153,7 @@ def test_registering_elsewhere_forgets_nothing_and_results_are_those_without_rem
 
 
 WANTED: dict[Any, list[int]] = {"last_prompt": [1], 0: [0], "prompt": [0, 1]}
-"""Positions, of those of a prompt of two tokens and one more."""
+"""Chosen positions, out of a prompt of two tokens and one more token."""
 
 
 # --- places -----------------------------------------------------------------------------------

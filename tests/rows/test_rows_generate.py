@@ -1,4 +1,4 @@
-"""`generate` on a padded batch, each prompt with a request of its own, against each alone."""
+"""`generate` on a padded batch, one request for each prompt, against each prompt alone."""
 
 from __future__ import annotations
 

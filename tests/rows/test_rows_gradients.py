@@ -14,7 +14,7 @@ from support.plans import Net, forward_hook
 
 WIDTH = 4
 ROWS = ([0, 1], [4], [6, 3, 2])
-"""Rows of three requests; row 5 is nobody's."""
+"""Rows of three requests; row 5 is padding."""
 SIZE = 7
 
 KINDS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Threads with batches of their own on one model: each request gets its own rows and no others.
+"""Threads with separate batches on one model: each request gets its own rows and no others.
 
 `--requests 200000` counts wrong answers of so many.
 """
@@ -78,7 +78,7 @@ def expected_of(number: int, rows: Tensor) -> list[Tensor]:
 
 
 class Step:
-    """A batch of requests with random plans and rows, some rows nobody's."""
+    """A batch of requests with random plans and rows, some rows padding."""
 
     def __init__(self, prepared: list[fh.Prepared], dice: random.Random) -> None:
         count = dice.randint(1, MOST)

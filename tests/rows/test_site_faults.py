@@ -112,7 +112,7 @@ def opened(model: nn.Module, *entries: Any) -> Any:
     return fh.Plan(*entries).prepare(model).open()
 
 
-# --- what is refused --------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------
 
 
 def test_a_site_in_gathered_is_refused(model: Net) -> None:

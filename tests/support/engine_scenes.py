@@ -31,7 +31,7 @@ POSITIONS_FROM_THE_END: list[Any] = [-1, "last_prompt", "generated", "prompt", s
 
 
 class Given(NamedTuple):
-    """What an engine gave for one request."""
+    """An engine's answer to one request."""
 
     tokens: list[int]
     acts: Mapping[str, Tensor]
@@ -86,7 +86,7 @@ def positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
 
 
 def a_capture_runs_cached_positions_again(model: Any, ask: Ask) -> None:
-    """One that captures what is generated alone need not."""
+    """A request that captures only generated tokens need not."""
     name = "model.layers.2"
     ask(PROMPT, None, NEW)
     job = Job(PROMPT, (), (name,))

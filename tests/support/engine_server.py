@@ -1,4 +1,4 @@
-"""Servers of engines: front end, engine and worker in processes of their own."""
+"""Servers of engines: front end, engine and worker in separate processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on."""
+    """Returns an unused port of this machine."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -35,7 +35,7 @@ def started(
         command: starts it.
         port: that it listens on.
         log: takes its output.
-        environment: variables beside those of this process.
+        environment: variables beside this process's.
         patience: seconds within which it answers.
     """
     with log.open("w") as out:

@@ -47,7 +47,7 @@ def tiny_llama() -> Any:
 
 
 def batching(**changes: Any) -> ContinuousBatchingConfig:
-    """The engine's configuration: small, and without what a CPU has not."""
+    """The engine's configuration: small, and without features that a CPU lacks."""
     settings = {
         "page_size": 8,
         "num_blocks": 64,
@@ -163,7 +163,7 @@ class Job:
         return logits[0], {name: act[0] for name, act in acts.items()}
 
     def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
-        """Asserts that an output is what the request gives alone.
+        """Asserts that an output equals the answer to the request alone.
 
         The text is greedy if each token has the highest logit behind those before it.
         """

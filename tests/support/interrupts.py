@@ -1,4 +1,4 @@
-"""Interrupts at each place of a call, and what they may have left."""
+"""Interrupts at each place of a call, and their leftovers."""
 
 from __future__ import annotations
 

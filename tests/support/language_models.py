@@ -12,7 +12,7 @@ LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
 
 def language_model(kind: str, width: int, **options: Any) -> Any:
-    """Makes a model that generates until it is told to stop."""
+    """Makes a model that never stops generating by itself."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     options |= {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None, "vocab_size": 32}
@@ -31,7 +31,7 @@ def language_model(kind: str, width: int, **options: Any) -> Any:
 
 
 def encoder_decoder_model(width: int, *, layers: int, heads: int, vocab: int) -> Any:
-    """Makes a BART that generates until it is told to stop; its padding is token 1."""
+    """Makes a BART that never stops generating by itself; its padding is token 1."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BartConfig(
         vocab_size=vocab,

@@ -1,6 +1,6 @@
 """A server as vLLM's with ferrohook: routes of OpenAI and of plans, before a tiny Llama.
 
-The texts are those of transformers' engine, one request at a time.
+The texts come from transformers' engine, one request at a time.
 """
 
 from __future__ import annotations

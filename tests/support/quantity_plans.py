@@ -24,7 +24,7 @@ def _direction(size: int, seed: int) -> Tensor:
 
 
 def plans() -> dict[str, fh.Plan]:
-    """Returns twelve plans that change and read by quantity, by what they are for."""
+    """Returns twelve plans that change and read by quantity, by their purpose."""
     wide, narrow = _direction(WIDTH, 1), _direction(HEAD, 2)
     add, end = fh.Add(wide, scale=0.5), "@resid_post.3"
     return {
@@ -69,7 +69,7 @@ def alone(
 def check(
     name: str, found: tuple[list[int], Mapping[str, Tensor]], expected: tuple[list[int], Any]
 ) -> None:
-    """Compares a text and captures with those of the request alone."""
+    """Compares a text and captures with the answer to the request alone."""
     tokens, acts = found
     assert tokens == expected[0], name
     assert acts.keys() == expected[1].keys(), name
@@ -86,7 +86,7 @@ def wrong_plans(
     model: Any,
     serve: Callable[[list[tuple[list[int], str]]], list[tuple[list[int], Mapping[str, Tensor]]]],
 ) -> dict[str, str]:
-    """Serves the plans at once; returns what is wrong with each that is not as alone.
+    """Serves the plans at once; returns how each differs from its answer alone.
 
     Args:
         model: of transformers.

@@ -111,7 +111,7 @@ FLAGS = [
 
 
 def wrong_calls(model: Any, called: Any, rounds: int = 100) -> list[str]:
-    """Calls of 4 threads with different flags whose outputs differ from those of single calls."""
+    """Calls of 4 threads with different flags whose outputs differ from the single calls'."""
     inputs = [X + number for number in range(4)]
     with torch.no_grad():
         right = [expected(model, x) for x in inputs]

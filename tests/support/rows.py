@@ -1,6 +1,6 @@
 """Batches by hand: in each module one hook of PyTorch's that loops over the requests.
 
-Shares no code with the product: where rows are is what each model says of its own values, rows are
+Shares no code with the product: each model declares the rows of its own values, rows are
 cut out by `index_select` and put back by `index_copy`.
 """
 
@@ -117,7 +117,7 @@ class On:
         return given | {"phase": self.phase}
 
     def made(self, dim: int, log: Log) -> Any:
-        """Makes what the product takes."""
+        """Makes the product's argument for it."""
         return self.hook.hook(dim, log) if isinstance(self.hook, Function) else self.hook
 
     def apply(self, dim: int, log: Log, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
@@ -208,7 +208,7 @@ class Member:
         self.acts[entry.name] = entry.limited(values)
 
     def own_acts(self, model: RowModel) -> dict[str, Any]:
-        """Captures without those of a tensor that every member sees whole."""
+        """Captures, without captures of a tensor that every member sees whole."""
         whole = {(name, side) for name, side, _ in model.whole}
         shared = {
             entry.name
@@ -221,7 +221,7 @@ class Member:
 
 
 class Loop:
-    """A loop over requests, on a model of its own.
+    """A loop over requests, on a separate model.
 
     Args:
         model: a copy without hooks; gets one pre-hook and one hook on each module.

@@ -108,7 +108,7 @@ class Arrivals:
 
     Args:
         jobs: the requests.
-        seed: of what is drawn.
+        seed: of the random choices.
         aborted: probability with which a step begins by a cancellation.
     """
 
@@ -143,7 +143,7 @@ class Arrivals:
 def wrong_answers(
     model: Any, jobs: Sequence[Job], answers: Mapping[int, Answer], new_tokens: int
 ) -> list[tuple[Job, str]]:
-    """Returns the jobs whose answers are not those that they give alone."""
+    """Returns the jobs whose answers differ from their answers alone."""
     found = []
     for number, given in answers.items():
         try:

@@ -90,7 +90,7 @@ class Local:
         return answers(self.sent)
 
     def serve(self, feed: Iterable[Iterable[Any]]) -> None:
-        """Serves requests until all are answered in `sent`: what the scheduler's process does."""
+        """Serves requests until all are answered in `sent`, like the scheduler's process."""
         self._feed = iter(feed)
         self.sent.clear()
         self.scheduler.gracefully_exit = False

@@ -19,7 +19,7 @@ NEW = 12
 
 
 def main() -> None:
-    """Serves them, and prints what was right."""
+    """Serves them, and prints which answers were right."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", default="llama")
     parser.add_argument("--requests", type=int, default=100)

@@ -1,4 +1,4 @@
-"""The HTTP server of SGLang: front end, scheduler and detokenizer in processes of their own."""
+"""The HTTP server of SGLang: front end, scheduler and detokenizer in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose captures nobody fetches: open plans, results and memory of an engine stay flat.
+"""Requests with unfetched captures: open plans, results and memory of an engine stay flat.
 
 `python -m support.unfetched vllm --requests 20000` prints a line of JSON for each tenth, in the
 environment of `make vllm`; `sglang` in that of `make sglang`.
@@ -66,7 +66,7 @@ def sglang(folder: Path) -> Serve:
 
 
 def prompts_of(requests: int) -> Iterator[list[list[int]]]:
-    """Yields prompts of their own, the digits of a number, many at once."""
+    """Yields different prompts, the digits of a number, many at once."""
     for first in range(0, requests, AT_ONCE):
         numbers = range(first, min(first + AT_ONCE, requests))
         yield [[3 + number // 10**place % 10 for place in range(LENGTH)] for number in numbers]

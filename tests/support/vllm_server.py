@@ -1,4 +1,4 @@
-"""The OpenAI server of vLLM: front end, engine and worker in processes of their own."""
+"""The OpenAI server of vLLM: front end, engine and worker in separate processes."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "n_mamba_heads": 4,
     },
 }
-"""What a type needs to be small, beside the sizes."""
+"""Settings that make a type small, beside the sizes."""
 MOST_PARAMETERS: Final = 2 * 10**7
 IDS: Final = (2, 7)
 """Shape of token ids."""
@@ -136,7 +136,7 @@ def make(kind: str, **options: Any) -> Any:
 
 
 def small(config: Any) -> dict[str, Any]:
-    """Returns arguments that make a configuration small, those of its parts included."""
+    """Returns arguments that make a configuration small, including its parts."""
     found = vars(config)
     changed = {
         name: value
@@ -178,7 +178,7 @@ def kinds() -> list[str]:
 
 
 def summary(table: Any) -> dict[str, Any]:
-    """Returns what is proved of a model: blocks by kind, kinds that are read alone, reasons."""
+    """Returns the proved quantities: blocks by kind, kinds that can only be read, reasons."""
     proved: dict[str, list[str]] = {}
     for name in table:
         kind, number = _split(name.removeprefix("@"))

@@ -1,4 +1,4 @@
-"""Schedulers of other configurations, each in a process of its own, as one process has one."""
+"""Schedulers of other configurations, each in a separate process, as one process has one."""
 
 from __future__ import annotations
 

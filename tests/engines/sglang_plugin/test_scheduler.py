@@ -287,7 +287,7 @@ FAILS = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR)), fh.keep("model.layers.1
 
 
 def test_a_plan_that_fails_ends_its_request_alone(llama: Any, local: Local) -> None:
-    """No token of the step that failed is answered, and nobody finds what it wrote."""
+    """No token of the step that failed is answered, and no later request finds its writes."""
     local.scheduler.flush_cache()
     steered, plain = steering(), Job(PROMPT)
     found = local.run(

@@ -472,7 +472,7 @@ def test_vectors_have_names(models: Any, llm: Any) -> None:
         job.check(model, Answer([*output.outputs[0].token_ids], {}), NEW)
 
     check(VECTOR)
-    # Another vector of the name: what the cache has is of the former.
+    # Another vector of the name: the cache still has values changed by the former.
     vllm.put_vectors(llm, {"calm": VECTOR.flip(0)})
     check(VECTOR.flip(0))
     vllm.drop_vectors(llm, ["calm"])

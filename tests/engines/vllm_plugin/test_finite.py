@@ -1,4 +1,4 @@
-"""vLLM in this process: plans that make rows NaN or infinite reach nobody else's."""
+"""vLLM in this process: plans that make rows NaN or infinite reach no other request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain(engine: Any) -> dict[int, list[int]]:
 
 
 def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) -> None:
-    """Checks requests of the same batches, and those that get the blocks later."""
+    """Checks requests of the same batches, and later ones that get the blocks."""
     hostile, later = texts(engine, plan), texts(engine, None)
 
     failed = {number for number, text in hostile.items() if text.finish_reason == "error"}

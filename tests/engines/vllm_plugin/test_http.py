@@ -55,7 +55,7 @@ class Engine:
         """Called before each call of the worker, with its name."""
         self.rows = torch.zeros(0, WIDTH)
         self.new_tokens = 1
-        """Those that the front end has seen."""
+        """Requests that the front end has seen."""
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[bytes]:
         if (waiting := self.before(name.removeprefix("ferrohook_"))) is not None:
@@ -324,7 +324,7 @@ def test_captures_take_the_token_of_the_answer(
 
 
 def test_captures_without_a_token_are_for_nobody(engine: Engine) -> None:
-    """Such as those of a request that came by another route than completions and chats."""
+    """Such as requests that came by another route than completions and chats."""
 
     async def run() -> list[int]:
         await captured(engine, None)
@@ -410,7 +410,7 @@ def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.Mon
         held = [asyncio.create_task(request(app, "PUT", "vectors", content=slow())) for _ in "123"]
         done, _ = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result().status_code for task in done] == [503]
-        # What was refused gives its room back.
+        # A refused upload gives its room back.
         assert (await request(app, "PUT", "vectors", content=body)).is_success
         goes_on.set()
         assert sorted([(await task).status_code for task in held]) == [422, 422, 503]
@@ -423,7 +423,7 @@ def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.Mon
 def test_a_token_that_no_route_made_opens_nothing_and_stops_nobody(
     engine: Engine, token: Any
 ) -> None:
-    """A route that is not ours hands on what a client put in its place."""
+    """A route that is not ours passes on a client's value in place of the token."""
     asyncio.run(engine.send(KEEP, token))
     asyncio.run(engine.send(KEEP))
     for sent, status in (("", 403), ("5", 404), (OWN, 409)):  # 409: it runs

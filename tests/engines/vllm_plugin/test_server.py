@@ -1,4 +1,4 @@
-"""The OpenAI server of vLLM on the loopback: engine and worker in processes of their own."""
+"""The OpenAI server of vLLM on the loopback: engine and worker in separate processes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def spoilt(text: str, rng: random.Random) -> str:
 def test_spoilt_plans_are_answered_with_400(
     models: Any, server: str, request: pytest.FixtureRequest
 ) -> None:
-    """But for those that are still plans."""
+    """Except damaged plans that are still valid."""
     _, model = models["llama"]
     job = Job(PROMPT, (Change(1, fh.Scale(0.5), slice(2, 9)),), ("model.layers.2", "model.norm"))
     assert job.plan is not None

@@ -1,4 +1,4 @@
-"""The server of vLLM ends while a request captures: no stream breaks off, nobody waits for ever."""
+"""The server of vLLM ends while a request captures: no stream breaks off, no client hangs."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def replicas(address: str) -> Any:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes of the service: those that work in its folder."""
+    """Processes of the service: processes that work in its folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -138,7 +138,7 @@ class Call:
     """A call of the model."""
 
     rows: int
-    """Rows of its tensors; those of the batch, or others."""
+    """Rows of its tensors: the batch's, or others."""
     seed: int
     before: tuple[Event, ...] = ()
     during: tuple[int, Event] | None = None
@@ -203,9 +203,9 @@ class Case:
     grads: bool = False
     sites: bool = False
     table: int = 0
-    """Rows of a tensor that is nobody's, in the output of module `b`, or a few more; 0 for none."""
+    """Rows of an unowned tensor in the output of module `b`, or a few more; 0 for none."""
     asks: bool = False
-    """Positions are those of the model's call."""
+    """Positions are the model call's."""
     whole: tuple[Hook, ...] = ()
     """Hooks of everybody."""
     members: tuple[Member, ...] = ()
@@ -238,7 +238,7 @@ _SHOWN = ("dim", "columns", "in_place", "alias", "grads", "sites", "table", "ask
 
 
 def shown(value: Any) -> str:
-    """Formats a description without what is the default."""
+    """Formats a description without default values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [
             f"{each.name}={shown(getattr(value, each.name))}"
@@ -491,7 +491,7 @@ class Dice:
         sized = not quiet or self.some(0.5)
         gathered, form, flat = None, "tensor", False
         if not case.asks and self.some(0.1 if case.sites else 0.5):
-            # Several padded rows of a request have no positions of their own.
+            # Several padded rows of a request have no separate positions.
             gathered = self.gathered(size, once=bool(case.columns and positioned))
             form = pick.choice(("tensor", "tensor", "callable"))
             if not case.sites and gathered and self.some(0.05):
@@ -614,7 +614,7 @@ class Dice:
         return self.padded(case, chunks) if case.columns else self.flat(chunks)
 
     def padded(self, case: Case, chunks: dict[int, range]) -> Tokens:
-        """A row for each member, padded on one side, and rows of nobody."""
+        """A row for each member, padded on one side, and padding rows."""
         pick, left = self.random, self.some(0.5)
         order: list[int | None] = [*chunks, *[None] * pick.randint(1, 3)]
         pick.shuffle(order)
@@ -629,7 +629,7 @@ class Dice:
         return len(order), rows, dict.fromkeys(rows, "list"), tuple(table)
 
     def flat(self, chunks: dict[int, range]) -> Tokens:
-        """A row for each token, in order or not, and rows of nobody."""
+        """A row for each token, in order or not, and padding rows."""
         pick = self.random
         tokens: list[tuple[int | None, int]] = [
             (member, position) for member, chunk in chunks.items() for position in chunk
@@ -682,7 +682,7 @@ class Dice:
 
 
 def hooks_of(case: Case, steps: Iterable[Step] | None = None) -> list[Hook]:
-    """All hooks of a case, those that events register too."""
+    """All hooks of a case, including hooks that events register."""
     entries = (entry for member in case.members for entry in member.entries)
     found = [*case.whole, *(entry for entry in entries if isinstance(entry, Hook))]
     for step in case.steps if steps is None else steps:

@@ -135,7 +135,7 @@ class Owner:
 
 @dataclass
 class Seen:
-    """What a call gave."""
+    """Result of a call."""
 
     outputs: Any = None
     grad: Tensor | None = None
@@ -240,7 +240,7 @@ class Oracle:
     # --- Steps ----------------------------------------------------------------------------------
 
     def run(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901 (each point in time)
-        """Returns how entering ended, and what the calls gave."""
+        """Returns how entering ended, and the results of the calls."""
         case = self.case
         for event in step.before:
             self.happen(event)
@@ -286,7 +286,7 @@ class Oracle:
             owner.failed |= any(at in FAILING for at in ats)
 
     def _refusals(self, step: Step) -> list[bool]:
-        """Sites refuse what they cannot serve."""
+        """Sites refuse features that they cannot serve."""
         own = any(
             placed.source[0] == "event" and not placed.removed
             for each in self.live
@@ -476,7 +476,7 @@ class Oracle:
         if not places:
             return None
         if not any(leaf.dim() > dim and leaf.shape[dim] == size for leaf in leaves(value)):
-            # A site serves what is there, or fails the request.
+            # A site serves rows that are there, or fails the request.
             there = self.case.sites and max(places) < first(value).shape[dim]
             if not (there and self.choices.pick([False, True])):
                 owner.failed = True
@@ -512,7 +512,7 @@ class Oracle:
             if hook.kind == "write" and not late:
                 written = now
         if late:
-            # Its captures may have taken what was refused afterwards.
+            # Its captures may have taken a value that was refused afterwards.
             owner.spoiled |= {at for at, keep in enumerate(owner.keeps) if here.keeps(keep)}
             owner.failed = True
             return self._without(cut, written)
@@ -532,7 +532,7 @@ class Oracle:
         return value
 
     def _without(self, cut: Cut, written: Any) -> Any:
-        """Returns a value whose rows go on without hooks; what was written in place may stay."""
+        """Returns a value whose rows go on without hooks; writes in place may stay."""
         if written is None or self.choices.pick([False, True]):
             return cut.value
         return cut.put(written)

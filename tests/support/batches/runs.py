@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 REFUSALS = (fh.RowsError, fh.HookTypeError, ValueError, TypeError)
 OWN = str(Path(fh.__file__).parent)
-"""Where interrupts come: torch's functions run or not, by what it has cached."""
+"""Only here interrupts come: whether torch's functions run depends on its caches."""
 
 
 class WrongBatchError(AssertionError):
@@ -733,7 +733,7 @@ def judge_error(case: Case, owner: Any, member: Any) -> str | None:
         if "in-place" in str(error) or "writes in place" in str(error):
             guilty = {"write"}
         elif any(map(values.spoils, hooks_of(case))):
-            guilty |= {*PLAIN}  # it may get what it cannot compute with
+            guilty |= {*PLAIN}  # it may get a value that it cannot compute with
         if found not in guilty or not any(hook.kind == found for hook in hooks_of(case)):
             return f"member {owner.number}: a hook of the kind {found!r} is named: {each}"
     return None
@@ -761,12 +761,12 @@ def judge_memory(case: Case, owner: Any, member: Any) -> str | None:
 
 
 def may_be_stale(case: Case, owner: Any) -> bool:
-    """True if the case writes in place to what a member captured."""
+    """True if the case writes in place to a member's captures."""
     return case.in_place or any(each.kind == "write" for each in hooks_of(case))
 
 
 def difference(case: Case) -> str | None:
-    """Returns how a case differs from the oracle, with what is remembered and without."""
+    """Returns how a case differs from the oracle, with the cache of merged hooks and without."""
     for remembers in (True, False):
         remember_merged(remembers)
         try:

@@ -153,7 +153,7 @@ def summed(hidden: Tensor, residual: Tensor, *_table: Tensor) -> Tensor:
 
 
 def chosen(x: Tensor, case: Case, index: Tensor | None, *, flat: bool) -> Tensor:
-    """Rows that the head runs on; those of nobody are the first."""
+    """Rows that the head runs on; padding rows are the first."""
     if index is None:
         return x
     index = index.clamp(min=0)

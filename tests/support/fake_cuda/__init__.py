@@ -1,6 +1,6 @@
 """An asynchronous GPU on a CPU, in Python alone: `make fake-cuda`.
 
-Results are those of the CPU's kernels. What differs is when a kernel runs: the host enqueues, and a
+Results equal the CPU's. The difference is when a kernel runs: the host enqueues, and a
 stream runs as a schedule says. A kernel that reads what no order guarantees reads NaN: memory that
 was not written yet, or that was freed. Graphs are recorded and replayed; waits of the host are
 listed with their lines.

@@ -121,7 +121,7 @@ class FakeCuda(TorchDispatchMode):
         TIMELINE.current = TIMELINE.default
 
     def _names(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Returns names of torch with what they are here, by their owner."""
+        """Returns names of torch with their replacements, by their owner."""
         parameter, run = nn.Parameter.__new__, threading.Thread.run
         plain = {name: getattr(Tensor, name) for name in ("tolist", "data_ptr", "untyped_storage")}
         shown = Tensor.__repr__

@@ -78,7 +78,7 @@ class Graph:
 
     @contextlib.contextmanager
     def capture(self, stream: Stream | None) -> Iterator[None]:
-        """Records what the block enqueues."""
+        """Records the work that the block enqueues."""
         TIMELINE.wait("torch.cuda.graph", *TIMELINE.streams, hidden=False)
         with stream or Stream() as origin:
             recording = TIMELINE.recording = Recording(origin)

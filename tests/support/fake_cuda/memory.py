@@ -31,7 +31,7 @@ class Allocation:
     """Memory that is freed when no tensor has it, whether kernels still read it or not.
 
     The memory is free for the stream that allocated it at once, in stream order, and after an event
-    of each other stream given to `record_stream`; by then it is NaN. What is allocated while a
+    of each other stream given to `record_stream`; by then it is NaN. Memory allocated while a
     graph is captured belongs to the graph, and is never freed.
     """
 
@@ -55,7 +55,7 @@ def _free(memory: Tensor, users: list[Stream]) -> None:
 
 
 class Placed(NamedTuple):
-    """What a tensor on the GPU has."""
+    """Memory of a tensor on the GPU, and its allocation."""
 
     memory: Tensor
     """The numbers, on the CPU; kernels alone read and write them."""
@@ -94,7 +94,7 @@ def on_gpu(memory: Tensor, allocation: Allocation | None = None) -> Tensor:
 
 
 def placed(value: object) -> Placed | None:
-    """Returns what a tensor on the GPU has; None for anything else."""
+    """Returns the memory of a tensor on the GPU; None for anything else."""
     found: Placed | None = getattr(value, "__dict__", {}).get(_NAME)
     return found if isinstance(value, Tensor) else None
 
@@ -119,7 +119,7 @@ def write(target: Tensor, source: Tensor) -> None:
 
 
 def poison(memory: Tensor) -> Tensor:
-    """Fills memory with NaN, or with a number that nobody means."""
+    """Fills memory with NaN, or with a number that no result has."""
     with inside_kernel(), torch.inference_mode(mode=memory.is_inference()):
         if memory.is_floating_point() or memory.is_complex():
             return memory.fill_(torch.nan)

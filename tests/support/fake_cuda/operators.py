@@ -1,4 +1,4 @@
-"""Operators on the emulated GPU: views now, kernels later, and those that the host waits for."""
+"""Operators on the emulated GPU: views now, kernels later, and operators that wait."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class Operators:
 
 
 def _check(func: OpOverload, tensors: list[Tensor]) -> None:
-    """Refuses what a GPU does, or the emulation; waits for the copy of an index on the host."""
+    """Refuses what a GPU or the emulation refuses; waits for the copy of an index on the host."""
     name = func._schema.name
     if torch.Tag.inplace_view in func.tags:
         msg = f"{name} changes the shape of a tensor in place, which is not emulated"
@@ -251,7 +251,7 @@ def _check(func: OpOverload, tensors: list[Tensor]) -> None:
 
 
 def _waits_for(func: OpOverload, args: tuple[Any, ...]) -> str | None:
-    """Returns what the host waits for in an operator; None for a kernel."""
+    """Returns the reason why the host waits in an operator; None for a kernel."""
     name: str = func._schema.name
     if name in _WAITING:
         return name

@@ -1,4 +1,4 @@
-"""Schedules: how far the streams of the emulated GPU run ahead of what the host waits for."""
+"""Schedules: how far the streams of the emulated GPU run ahead of the host's waits."""
 
 from __future__ import annotations
 

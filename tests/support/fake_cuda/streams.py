@@ -103,7 +103,7 @@ class Timeline:
             stream.drain()
 
     def refuse_in_capture(self, what: str) -> None:
-        """Ends the capture of a graph, for which what the host does now is forbidden."""
+        """Ends the capture of a graph with an error: it forbids the current operation."""
         if self.recording is not None:
             msg = f"CUDA error: operation not permitted when stream is capturing: {what}"
             self.recording.error = msg
@@ -154,7 +154,7 @@ class Stream:
         )
 
     def step(self) -> None:
-        """Runs the next work, and what it waits for."""
+        """Runs the next work, and work that it waits for."""
         work = self._queue[0]
         if isinstance(work, WaitFor):
             while not work.point.passed:

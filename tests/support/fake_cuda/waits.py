@@ -26,7 +26,7 @@ class Wait(NamedTuple):
 class Waits:
     """Waits since the device was opened.
 
-    `mode` is that of `torch.cuda.set_sync_debug_mode`: with `error` the next wait raises, with
+    `mode` is the one of `torch.cuda.set_sync_debug_mode`: with `error` the next wait raises, with
     `warn` it warns. As there, waits for a stream, an event or the device are allowed.
     """
 
@@ -35,7 +35,7 @@ class Waits:
         self.mode = "default"
 
     def note(self, what: str, *, hidden: bool) -> None:
-        """Adds a wait; a `hidden` one is that of an operator, not asked for by name."""
+        """Adds a wait; a `hidden` one comes from an operator, not from an explicit call."""
         frames = [
             f"{frame.filename}:{frame.lineno}"
             for frame in reversed(traceback.extract_stack())
