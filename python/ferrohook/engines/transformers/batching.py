@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from ferrohook.engines.steps import Step
     from ferrohook.plans import Plan, Prepared
     from ferrohook.rows.batches import GatheredModule
+
+_LOG: Final = logging.getLogger("ferrohook")
 
 CAPABILITIES = Capabilities(
     engine="transformers",
@@ -405,6 +409,20 @@ class Attached:
 
     # --- In the engine's thread --------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _failing(self, request_ids: Iterable[str] | None = None) -> Iterator[None]:
+        """Runs code of ours, whose faults fail these requests and never end the engine.
+
+        Args:
+            request_ids: those that the code is for; None for all that have a plan.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+            _LOG.exception("ferrohook failed in a step of the engine: requests with plans fail")
+            for request_id in self._planned.ids() if request_ids is None else request_ids:
+                self._reject(request_id, error)
+
     def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
         processor = original()
         self._hold_cache(processor.cache)
@@ -414,23 +432,59 @@ class Attached:
         self, original: Callable[..., bool], *args: Any, **options: Any
     ) -> bool:
         goes_on = original(*args, **options)
-        if self._planned:
-            self._planned.reconcile(self._live)
-        if self._rejected:
-            self._rejected &= self._live()
+        with self._failing():
+            if self._planned:
+                self._planned.reconcile(self._live)
+            if self._rejected:
+                self._rejected &= self._live()
         return goes_on
 
     def _generation_step(self, original: Callable[[], None]) -> None:
-        if not self._planned and not self._rejected:
+        idle = False
+        with self._failing():
+            idle = not self._planned and not self._rejected
+        if idle:
             original()
             return
-        processor = self.manager.batch_processor
-        step = read_step(processor)
+        around, watched = contextlib.ExitStack(), None
+        ids: list[str] | None = None
+        with self._failing():
+            step = read_step(self.manager.batch_processor)
+            ids = [span.request_id for span in step.spans]
+            around.enter_context(self._planned.running(step, self._gathered(step)))
+            if (rows := self._watch(step)) is not None:
+                around.enter_context(self._apart(step, rows))
+            watched = rows
+        try:
+            original()
+        except BaseException:
+            with self._failing(ids):
+                around.__exit__(*sys.exc_info())
+            raise
+        with self._failing(ids):
+            around.close()
+        # Asynchronous: tokens of this step are given out behind the next, and nothing waits here.
+        before, self._watched = self._watched, watched
+        if not self._asynchronous:
+            before, self._watched = watched, None
+        with self._failing(ids):
+            self._fail_lost(before)
+            for request_id in ids or ():
+                if self._planned.failure_of(request_id) is not None:
+                    self._reject(request_id)
+
+    def _watch(self, step: Step) -> WatchedRows | None:
+        """Returns the rows of a step that plans may make NaN or infinite; None without any."""
         changed = [
             span
             for span in step.spans
             if self._planned.changes(span.request_id) or span.request_id in self._rejected
         ]
+        return WatchedRows(changed) if changed else None
+
+    def _gathered(self, step: Step) -> list[GatheredModule]:
+        """Returns the modules that see other rows in a step."""
+        processor = self.manager.batch_processor
         gathered: list[GatheredModule] = []
         if self._other_dims:
             every = torch.arange(step.rows)
@@ -438,18 +492,7 @@ class Attached:
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
             head = head_rows(step, requests_in(processor))
             gathered += [(module, head, None) for module in self._head]
-        watched = WatchedRows(changed) if changed else None
-        apart = contextlib.nullcontext() if watched is None else self._apart(step, watched)
-        with self._planned.running(step, gathered), apart:
-            original()
-        # Asynchronous: tokens of this step are given out behind the next, and nothing waits here.
-        before, self._watched = self._watched, watched
-        if not self._asynchronous:
-            before, self._watched = watched, None
-        self._fail_lost(before)
-        for span in step.spans:
-            if self._planned.failure_of(span.request_id) is not None:
-                self._reject(span.request_id)
+        return gathered
 
     def _fail_lost(self, watched: WatchedRows | None) -> None:
         """Fails the requests whose rows in a step were NaN or infinite."""
@@ -469,12 +512,14 @@ class Attached:
         drawn = [span.request_id for span in step.spans if span.wants_logits]
 
         def sample(scores: Tensor, *others: Any) -> None:
-            # Drawing from NaN would raise, for all.
-            type(runner)._sample(runner, watched.clean_logits(scores, drawn), *others)
+            with self._failing(drawn):
+                # Drawing from NaN would raise, for all.
+                scores = watched.clean_logits(scores, drawn)
+            type(runner)._sample(runner, scores, *others)
 
         def get_model_kwargs(*args: Any, **kwargs: Any) -> dict[str, Any]:
             made: dict[str, Any] = type(inputs).get_model_kwargs(inputs, *args, **kwargs)
-            with _computing(inputs):
+            with self._failing(), _computing(inputs):
                 made["attention_mask"] = _hiding(made["attention_mask"])
             return made
 
@@ -498,13 +543,14 @@ class Attached:
     ) -> Any:
         """Passes a layer's keys and values on to the cache."""
         keys, values = key_states, value_states
-        module = self._cached.get(layer_idx)
-        if module is not None:
-            keys, values = pass_ahead(module, keys, values, kwargs)
-        if self._cleaning is not None:
-            what = f"keys or values of layer {layer_idx}"
-            keys = self._cleaning.clean(keys, 2, what)
-            values = self._cleaning.clean(values, 2, what)
+        with self._failing():
+            module = self._cached.get(layer_idx)
+            if module is not None:
+                keys, values = pass_ahead(module, keys, values, kwargs)
+            if self._cleaning is not None:
+                what = f"keys or values of layer {layer_idx}"
+                keys = self._cleaning.clean(keys, 2, what)
+                values = self._cleaning.clean(values, 2, what)
         return original(keys, values, layer_idx, kwargs=kwargs)
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
@@ -527,7 +573,10 @@ class Attached:
 
     def _shares(self, request_id: str, *, write: bool) -> bool:
         """Returns True if a request may read keys and values of others, or write its own."""
-        return request_id not in self._rejected and self._planned.shares(request_id, write=write)
+        shares = False
+        with self._failing([request_id]):
+            shares = self._planned.shares(request_id, write=write)
+        return shares and request_id not in self._rejected
 
     def _states(self) -> list[Any]:
         """Returns the requests that the engine knows."""
@@ -551,18 +600,30 @@ class Attached:
     def _complete(self, output: Any) -> bool:
         """Gives an output what its request captured; returns False if it was rejected before."""
         watched, self._watched = self._watched, None
-        self._fail_lost(watched)
+        planned = False
+        with self._failing():
+            self._fail_lost(watched)
+            planned = output.request_id in self._planned
         if output.request_id in self._rejected:
             return False
-        result = None
-        if output.is_finished():
-            end = None
-            if self._asynchronous:
-                # The last token does not count: it runs if the next step was prepared before.
-                end = len(output.prompt_ids) + len(output.generated_tokens) - 1
-            result = self._planned.retire(output.request_id, end)
-        _give(output, *(({}, None) if result is None else result[:2]))
+        acts: Mapping[str, Any] = {}
+        error: BaseException | None = None
+        try:
+            if planned and output.is_finished():
+                acts, error = self._retire(output)
+        except Exception as fault:  # noqa: BLE001 (the request's failure: the engine goes on)
+            error = fault
+        _give(output, acts, error)
         return True
+
+    def _retire(self, output: Any) -> tuple[Mapping[str, Any], BaseException | None]:
+        """Returns the activations and the failure of a finished request."""
+        end = None
+        if self._asynchronous:
+            # The last token does not count: it runs if the next step was prepared before.
+            end = len(output.prompt_ids) + len(output.generated_tokens) - 1
+        result = self._planned.retire(output.request_id, end)
+        return ({}, None) if result is None else result[:2]  # None: rejected meanwhile
 
     def _reject(self, request_id: str, error: BaseException | None = None) -> None:
         """Ends a request that failed, and its forks to come."""
