@@ -50,7 +50,7 @@ class ModelCall(NamedTuple):
         return cls(args, kwargs, rows)
 
     def repeated(self, times: int) -> ModelCall:
-        """Returns the call with all rows repeated, one copy behind the other."""
+        """Returns the call with all rows repeated, one copy after the other."""
         if times == 1:
             return self
         return self._mapped(

@@ -48,7 +48,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
 
     The last norm is taken as linear, with the scale that it has on this batch (of a layer norm or
     an RMS norm, which calling it tells apart), and what follows it by its gradient, which is the
-    head itself where no cap stands behind it. `scores["rest"]` is the part of the metric that no
+    head itself where no cap follows it. `scores["rest"]` is the part of the metric that no
     place gives: biases, and places of the stream that were not selected.
 
     Args:
@@ -58,7 +58,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
             text, which are averaged; differentiably.
         what: places that are added to the stream: quantities and modules, see `register`. None
             for the embedding, attentions and MLPs. Over heads: `"@z.*"`, which is the default, or
-            the projections behind the attentions.
+            the projections after the attentions.
         norm: the norm before the head, a quantity or a module.
         over: split each place by "position", "head" or both; `()` for neither.
         output_index: part of the places' outputs, see `capture`; None for the first tensor.

@@ -98,7 +98,7 @@ class AttentionPoints:
             AttentionPoint(name, self) for name in POINTS
         )
         self.queries = AttentionPoint("queries", self)
-        """The pattern again, behind hooks on it, with its queries ahead of the heads."""
+        """The pattern again, after hooks on it, with its queries ahead of the heads."""
         self.all = (*named, self.queries)
 
     @property
@@ -153,7 +153,7 @@ def hold(point: AttentionPoint) -> None:
     """
     points = point.points
     with _LOCK:
-        # Alive until `_settle` is through, so that its end comes behind that.
+        # Alive until `_settle` is through, so that its end comes later.
         dispatcher = vars(point).get(_INSTRUMENTED)
         if dispatcher is not None:
             settle = functools.partial(_settle, weakref.ref(points))

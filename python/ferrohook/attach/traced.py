@@ -82,7 +82,7 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-# With `nested_graph_breaks` the twin itself is split at a graph break and goes on behind it. So
+# With `nested_graph_breaks` the twin itself is split at a graph break and goes on after it. So
 # each one is the call of an untraced function that does the right thing.
 def call_untraced(
     native: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -158,7 +158,7 @@ class Recorders(NamedTuple):
             places: by name.
             options: of the capture.
             scope: the scope.
-            priority_of: priority of a place's recorder in a plan; behind all in a capture.
+            priority_of: priority of a place's recorder in a plan; after all in a capture.
             place: of the capture in a plan.
         """
         root = registry_of(model) if options.stop else None
@@ -174,7 +174,7 @@ class Recorders(NamedTuple):
                 collector, own, priority, scope, inputs, part, place=place, indices=indices
             )
             handles |= zip(indices, recorded, strict=True)
-        if root is not None:  # behind the recorders: where calls begin and end that may be stopped
+        if root is not None:  # after the recorders: the start and end of calls that may be stopped
             calls = RootCalls(collector, place)
             root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
             root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)

@@ -288,7 +288,7 @@ class ActivationStream(IterableDataset[Tensor]):
         self.batch = 0
 
     def epochs(self) -> Iterator[Tensor]:
-        """Yields batches for ever, one epoch behind the other, as trainers of SAELens take them."""
+        """Yields batches for ever, one epoch after the other, as trainers of SAELens take them."""
         while True:
             yield from self
 
@@ -333,7 +333,7 @@ class ActivationStream(IterableDataset[Tensor]):
         return {**data, "rows": len(self.data), **own}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place behind the last batch in plain data, the same on all ranks."""
+        """Returns the place after the last batch in plain data, the same on all ranks."""
         return {"epoch": self.epoch, "batch": self.batch, "made_of": self._made_of()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

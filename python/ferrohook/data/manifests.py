@@ -50,7 +50,7 @@ def manifest(
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Shards the parameters that FSDP2 left whole behind a forward, as before the first one."""
+    """Shards the parameters that FSDP2 left whole after a forward, as before the first one."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (takes seconds)

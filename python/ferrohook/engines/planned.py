@@ -380,7 +380,7 @@ class PlannedRequests:
 
         Args:
             request_id: its id.
-            end: position behind the last one that counts.
+            end: position after the last one that counts.
         """
         with self._lock:
             member = self._members.pop(request_id, None)

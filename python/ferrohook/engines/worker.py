@@ -43,7 +43,7 @@ class Admitted:
     captures: list[CaptureEntry]
     """Captures of the plan."""
     end: int = 0
-    """Position behind its last row."""
+    """Position after its last row."""
     tokens: int = 0
     """Tokens that ran."""
     taken: bool = False
@@ -203,7 +203,7 @@ class EngineWorker:
         mask, and NaN times zero is NaN.
 
         Args:
-            hidden: behind the last norm of the model, where NaN and infinities have become NaN.
+            hidden: after the last norm of the model, where NaN and infinities have become NaN.
             clean: zeroes what some rows of the step wrote.
         """
         changed = [it for it in self._spans if self.loaded_model().planned.changes(it.request_id)]
@@ -262,7 +262,7 @@ class EngineWorker:
         Args:
             admitted: the request.
             result: its captures.
-            tokens: tokens of prompt and answer. Rows of the last one and behind it are cut off: an
+            tokens: tokens of prompt and answer. Rows from the last one on are cut off: an
                 engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
             partial: pack none, instead of the reason, until all ran.

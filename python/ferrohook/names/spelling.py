@@ -50,7 +50,7 @@ _LENS: Final = {
 """Hook points of TransformerLens' blocks that are a quantity in every model.
 
 Not among them: `hook_q` and `hook_k`, which are before rope, and `hook_normalized`, which is before
-or behind the norm's weight, by the kind of the norm.
+or after the norm's weight, by the kind of the norm.
 """
 _LENS_BLOCK: Final = re.compile(r"blocks\.(\d+|\*|\[[^\]]*\])\.(.+)")
 
@@ -75,7 +75,7 @@ HEADED: Final = ("q", "k", "v", "z", "pattern")
 
 
 def split_head(name: str) -> tuple[str, str | None]:
-    """Returns the name of a quantity of all heads, and the head or glob of heads behind it."""
+    """Returns the name of a quantity of all heads, and the head or glob of heads after it."""
     segments = name.split(".")
     if len(segments) > 2 and segments[-3].removeprefix(SIGN) in HEADED:  # noqa: PLR2004 (kind, block, head)
         return ".".join(segments[:-1]), segments[-1]

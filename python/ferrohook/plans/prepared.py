@@ -472,7 +472,7 @@ class Request(RequestBase, Scope):
         self._take_back(tokens, [path for path, stack in stacks.items() if stack.encoder])
 
     def _take_back(self, position: int, others: Sequence[str]) -> None:
-        """Takes back captured rows of tokens at a position and behind it.
+        """Takes back captured rows of tokens from a position on.
 
         Args:
             position: of the first of them.
@@ -570,7 +570,7 @@ def _priority_of_keep(
     """Returns a priority with which a capture of a place sees only the entries before it.
 
     Raises:
-        HookError: entries behind it run before one ahead of it, by their priorities.
+        HookError: entries after it run before one ahead of it, by their priorities.
     """
     ahead: list[tuple[int, int]] = []
     behind: list[tuple[int, int]] = []
@@ -591,7 +591,7 @@ def _priority_of_keep(
         )
         raise HookError(msg)
     priority, rank = -first[0], first[1]
-    # Entries are registered in their order, so the capture goes ahead of those behind it, but for
+    # Entries are registered in their order, so the capture goes ahead of later entries, but for
     # a prepended one.
     return priority + 1 if rank < 0 else priority
 

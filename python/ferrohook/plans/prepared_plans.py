@@ -64,7 +64,7 @@ class PreparedPlans:
         """
         prepared = self.prepare(plan)  # this reference keeps it open
         request = prepared.open(prompt=prompt)
-        request.stacklevel = 4  # the block, behind two frames of `contextmanager`
+        request.stacklevel = 4  # the block, past two frames of `contextmanager`
         with request:
             yield request
 

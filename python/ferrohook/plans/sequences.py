@@ -61,7 +61,7 @@ class TokenStack(NamedTuple):
     inner: bool
     """True if a module around it may give it its own tokens."""
     encoder: bool
-    """True if no tokens are generated behind its own."""
+    """True if no tokens are generated after its own."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a call by name."""
@@ -216,7 +216,7 @@ class _Sequence(NamedTuple):
     seen: int
     """Columns that ran, padding included."""
     ends: Tensor
-    """Position behind the last token of each: (batch,)."""
+    """Position after the last token of each: (batch,)."""
     number: int
     """See `Tokens`."""
 
@@ -331,7 +331,7 @@ class Sequences:
         """Takes back the rows of tokens that were cut out of a cache; returns the new number.
 
         Args:
-            positions: of the tokens that run behind the cut.
+            positions: of the tokens that run after the cut.
             number: of the sequences before it.
         """
         starts = positions[:, 0].unique().tolist()

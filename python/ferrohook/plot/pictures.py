@@ -305,7 +305,7 @@ def _labels(rows: _Read, acts: ActivationCache) -> list[str]:
 
 
 def _padded(lines: list[list[float]]) -> Tensor:
-    """Makes a grid of lines, with NaN behind the shorter ones."""
+    """Makes a grid of lines, with NaN after the shorter ones."""
     width = max(map(len, lines), default=0)
     return torch.tensor([line + [torch.nan] * (width - len(line)) for line in lines])
 

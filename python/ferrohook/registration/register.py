@@ -195,7 +195,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             detector, or an intervention.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
             hook, and for `forward` otherwise.
-        prepend: put the hook ahead of all others of its priority, instead of behind them.
+        prepend: put the hook ahead of all others of its priority, instead of after them.
         with_kwargs: pass the keyword arguments too.
         always_call: run a forward hook also when the call fails.
         priority: higher fires first.
@@ -268,4 +268,4 @@ _ARGUMENTS: Final = {
     "backward_pre": ["grad_output"],
     "backward": ["grad_input", "grad_output"],
 }
-"""Arguments of a plain callable behind the module, by phase."""
+"""Arguments of a plain callable after the module, by phase."""

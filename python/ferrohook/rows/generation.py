@@ -34,7 +34,7 @@ class _GenerationBatch(Batch):
     _places: dict[Request, int]
     _sequences: Sequences
     _running: list[Tokens | None]
-    """Tokens of the calls that run, inner ones behind outer ones."""
+    """Tokens of the calls that run, inner ones after outer ones."""
 
     def _attach(self) -> None:
         """Has the positions of each call found; called as it is entered."""
@@ -95,7 +95,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
 
     The positions of each forward are found from `generate` and from the inputs of the model:
     `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, in prompts that are
-    chunked or behind a cache and with drafts too, and a capture has the activations of all
+    chunked or after a cache and with drafts too, and a capture has the activations of all
     positions that ran, (positions, ...). A prompt that ends before the others goes on with padding
     tokens: cut its activations to its length.
 

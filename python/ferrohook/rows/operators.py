@@ -34,7 +34,7 @@ class Site(Protocol):
     """Calls that it served on the CPU, and their rows, as `calls_of` reads them."""
 
     def use(self) -> None:
-        """Orders kernels on a GPU behind the writes to the tables."""
+        """Makes kernels on a GPU wait for the writes to the tables."""
         ...
 
     def serves(self, x: Tensor) -> bool:

@@ -50,7 +50,7 @@ class Taken(NamedTuple):
     counts: list[int] | Tensor
     """Calls and their rows at each site, as `calls_of` reads them; on the host."""
     complete: torch.cuda.Event | None
-    """Event behind the copy of the counts from a GPU."""
+    """Event after the copy of the counts from a GPU."""
 
 
 class SiteCaptures:

@@ -95,7 +95,7 @@ class _Site:
         self.calls = 0
 
     def use(self) -> None:
-        """Orders kernels on a GPU behind the writes to the tables."""
+        """Makes kernels on a GPU wait for the writes to the tables."""
         sites = self._sites()
         if sites is not None and isinstance(sites._tables, Tables):
             sites._tables.use()

@@ -118,7 +118,7 @@ def _check_tolerance(tolerance: float) -> None:
 
 
 def _bodies(pairs: Iterable[tuple[Body, Body]]) -> list[Body]:
-    """Returns the requests of pairs, one behind the other."""
+    """Returns the requests of pairs, one after the other."""
     expect(pairs, Iterable, "isolation_check takes pairs of requests")
     bodies: list[Body] = []
     for pair in pairs:

@@ -38,7 +38,7 @@ def summary(
     Args:
         model: any module, with wrappers or instrumented modules in it.
         also: modules to show although they have no hooks, see `select`; None for all.
-        details: text to show behind the classes of modules, by the modules' names.
+        details: text to show after the classes of modules, by the modules' names.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.

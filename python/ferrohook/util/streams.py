@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Made:
-    """Tensors on one GPU, and the event behind the kernels that made them."""
+    """Tensors on one GPU, and the event after the kernels that made them."""
 
     __slots__ = ("_device", "_event", "_streams", "_tensors")
 

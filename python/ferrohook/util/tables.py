@@ -29,7 +29,7 @@ MOST_ROWS = 200
 """Rows of an HTML table."""
 STALE = "changed in place"
 MOST_COLUMNS = 12
-"""Columns of a grid behind the names; a wider one is without those in the middle."""
+"""Columns of a grid after the names; a wider grid lacks the columns in the middle."""
 GAP = "…"
 
 

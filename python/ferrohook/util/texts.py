@@ -10,7 +10,7 @@ from ferrohook.errors import HookError
 
 
 def with_article(value: object) -> str:
-    """Returns the name of a value's type behind its article."""
+    """Returns the name of a value's type, after its article."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 

@@ -3,6 +3,6 @@
 pub struct Placement {
     /// Higher fires first.
     pub priority: i64,
-    /// Ahead of all others of its priority, instead of behind them.
+    /// Ahead of all others of its priority, instead of after them.
     pub prepend: bool,
 }

@@ -34,7 +34,7 @@ impl<H> Registry<H> {
         self.push(HookState::new(phase, placement, false), hook)
     }
 
-    /// Adds a hook that stays behind all others, whatever their priorities, until its handle
+    /// Adds a hook that stays after all others, whatever their priorities, until its handle
     /// removes it: `clear` leaves it and `fork` does not copy it.
     pub fn register_last(&self, phase: Phase, hook: H) -> Handle<H> {
         self.push(HookState::new(phase, Placement::default(), true), hook)

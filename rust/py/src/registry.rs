@@ -388,7 +388,7 @@ impl Registry {
 
     /// The hooks of a trace in this context, and True if a trace of them behaves like an eager
     /// call. For each phase the enabled ones in firing order, (callback, kind, with_kwargs) each,
-    /// and behind them the operators, if the context has a hook for any operator of any module: the
+    /// and after them the operators, if the context has a hook for any operator of any module: the
     /// graph is the same whichever of them have one. Their callback is (recorded part, key).
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {

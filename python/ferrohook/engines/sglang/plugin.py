@@ -117,7 +117,7 @@ def _limiting(limit: int, req: Any, *_args: Any) -> int:
 
 
 def _caching(req: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """Lets a prompt go on behind a chunk that is kept out of the cache, as its plan failed."""
+    """Lets a prompt go on after a chunk that is kept out of the cache, as its plan failed."""
     if req.skip_radix_cache_insert and getattr(req, "ferrohook", None) is not None:
         chunks = importlib.import_module("sglang.srt.mem_cache.chunk_cache")
         chunks.ChunkCache.cache_unfinished_req(tree_cache, req)

@@ -1,4 +1,4 @@
-"""The residual stream behind a layer, which SGLang keeps beside its layers.
+"""The residual stream after a layer, which SGLang keeps beside its layers.
 
 Since 0.5.22 a layer returns its last contribution, and the engine adds it to the stream as the next
 layer begins. A hook point in each layer sees the stream; where it changes that, the contribution is
@@ -44,7 +44,7 @@ def stream_layers(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 
 
 class StreamPoints:
-    """Hook points behind layers of a model.
+    """Hook points after layers of a model.
 
     Args:
         model: the engine's model.

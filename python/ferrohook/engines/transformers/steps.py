@@ -41,7 +41,7 @@ def read_step(processor: Any) -> Step:
         state, rows = future.state, future.query_length
         # A preempted request comes back with its text in `initial_tokens`.
         prompt = state._true_initial_tokens or len(state.initial_tokens)
-        # The preparation has moved the offset behind these rows.
+        # The preparation has moved the offset past these rows.
         position = state.position_offset - rows
         spans.append(Span(state.request_id, first, rows, position, prompt, future.has_new_token))
         first += rows

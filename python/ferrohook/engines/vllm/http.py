@@ -101,7 +101,7 @@ class VLLMRoutes(EngineRoutes):
         return Response(data, media_type=_BINARY)
 
     async def stream(self, request: Request, response_id: str, index: int = 0) -> StreamingResponse:
-        """Returns captures while the request runs: frames of safetensors, each behind its length.
+        """Returns captures while the request runs: frames of safetensors, each after its length.
 
         Length: 8 bytes, little-endian. A row comes once, as soon as its token is settled; the last
         frame has length 0. A frame before it with `error` in its metadata tells why rows are

@@ -1,7 +1,7 @@
 """Seams of vLLM's model runners, V1 and V2.
 
 Wrapped on the instance, after it was made and before the model is loaded. The row map is read where
-the runner has settled its batch and the model is called next: in V1 behind `_prepare_inputs`, in V2
+the runner has settled its batch and the model is called next: in V1 after `_prepare_inputs`, in V2
 from the `InputBatch` that `prepare_inputs` returns.
 """
 

@@ -312,7 +312,7 @@ class RunnerWorker(EngineWorker):
 
         Args:
             key: of its ticket.
-            tokens: tokens of prompt and answer. Rows of the last one and behind it are cut off:
+            tokens: tokens of prompt and answer. Rows from the last one on are cut off:
                 an engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
         """

@@ -170,7 +170,7 @@ impl HookedBase {
     /// Args:
     ///     hook: a plain callable with PyTorch's contract, `hook(module, args)` or, with
     ///         `with_kwargs`, `hook(module, args, kwargs)`; or a `ForwardPreHook`.
-    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     prepend: ahead of all others of its priority, instead of after them.
     ///     with_kwargs: pass the keyword arguments too, and expect `(args, kwargs)` back.
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
@@ -198,7 +198,7 @@ impl HookedBase {
     /// Args:
     ///     hook: a plain callable with PyTorch's contract, `hook(module, args, output)` or, with
     ///         `with_kwargs`, `hook(module, args, kwargs, output)`; or a `ForwardHook`.
-    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     prepend: ahead of all others of its priority, instead of after them.
     ///     with_kwargs: pass the keyword arguments too.
     ///     always_call: run the hook also when the call fails, for every exception; its output is
     ///         None where the module did not return.
@@ -229,7 +229,7 @@ impl HookedBase {
     /// Args:
     ///     hook: a plain callable with PyTorch's contract, `hook(module, grad_output)`, where
     ///         `grad_output` is a tuple with an entry for each output, None for non-tensors.
-    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     prepend: ahead of all others of its priority, instead of after them.
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
@@ -259,7 +259,7 @@ impl HookedBase {
     ///         grad_output)`, both tuples with an entry for each positional input and each output,
     ///         None for non-tensors; or a `BackwardHook`. In a call with keyword arguments alone
     ///         `grad_input` has an entry for each of those (PyTorch: an empty tuple).
-    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     prepend: ahead of all others of its priority, instead of after them.
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.

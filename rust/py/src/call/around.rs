@@ -33,7 +33,7 @@ pub trait Around: Send + Sync {
 }
 
 /// Hooks for one phase of one call. Gap `n` is ahead of hook `n` of the call's own context; the last
-/// one is behind them all.
+/// one comes after all of them.
 pub trait Between<'py> {
     /// True if it has none in a gap.
     fn is_empty(&self, gap: usize) -> bool;

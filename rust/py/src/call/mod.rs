@@ -338,7 +338,7 @@ impl<'py> Call<'_, 'py> {
         })
     }
 
-    /// Runs hooks of `forward`. Returns the output behind them.
+    /// Runs hooks of `forward`. Returns the output after them.
     #[inline]
     pub fn forward<'s>(
         &mut self,

@@ -211,7 +211,7 @@ impl Collector {
         self.awaited.store(true, Ordering::Relaxed);
     }
 
-    /// Takes back the rows of tokens at a position and behind it, of values put together by position:
+    /// Takes back the rows of tokens from a position on, of values joined by position:
     /// drafts that were rejected. `but`: indices of names that are of other tokens.
     fn take_back(&self, position: i64, but: Vec<usize>) {
         if self.keep != 1 {

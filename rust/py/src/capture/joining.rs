@@ -19,7 +19,7 @@ pub struct Joined<'py> {
     pub copied: bool,
 }
 
-/// Rows of tensors that are put together, one call behind the other.
+/// Rows of tensors that are joined, one call after the other.
 struct JoinOrder {
     /// Row of each token, in order of position.
     rows: Vec<usize>,

@@ -1,6 +1,6 @@
 //! Captures: recorders, and the collectors that store their values.
 //!
-//! A capture is a scope with a native hook on each module, the `Recorder`, behind all other hooks. A
+//! A capture is a scope with a native hook on each module, the `Recorder`, after all other hooks. A
 //! tensor that needs no gradient is stored as it is, with its version. To end the forward
 //! (`stop=True`) a recorder raises `Stop`, which is no `Exception`; the call of the model returns
 //! `STOPPED` instead, and two more hooks on the model mark where such a call begins and ends. The

@@ -92,7 +92,7 @@ impl Recorder {
     }
 
     /// Returns the key of the operator for the recorded part: the same only for equal parts, recorded
-    /// behind all hooks.
+    /// after all hooks.
     pub fn key(&self, py: Python<'_>) -> PyResult<String> {
         let key = self.key_of_part(py)?;
         Ok(match self.place {

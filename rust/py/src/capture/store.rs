@@ -345,7 +345,7 @@ impl Values {
             .collect()
     }
 
-    /// Finds what goes if tokens at some position and behind it are no part of the request.
+    /// Finds the stored rows to drop if tokens from some position on are no part of the request.
     pub fn taken_back(&self, from: Position) -> Replacing {
         let fates = self.calls.iter().map(|kept| match &kept.positions {
             Some(_) => kept.without(|(_, position)| *position >= from),

@@ -167,7 +167,7 @@ fn own_rows<'py>(
 struct MemberCapture<'py> {
     value: Bound<'py, PyAny>,
     tensors: Vec<(Bound<'py, PyAny>, Option<i64>)>,
-    /// True if it is a selection of the members' rows, one member behind the other.
+    /// True if it is a selection of the members' rows, one member after the other.
     selected: bool,
     size: usize,
     /// For each tensor, true if it has rows of the batch.

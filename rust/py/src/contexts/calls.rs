@@ -2,7 +2,7 @@
 
 use std::thread::{ThreadId, current};
 
-/// Calls that run, inner ones behind outer ones. A request may run on several threads at once.
+/// Calls that run, inner ones after outer ones. A request may run on several threads at once.
 pub struct Calls<T>(Vec<(ThreadId, T)>);
 
 impl<T> Default for Calls<T> {

@@ -86,7 +86,7 @@ pub struct Traced<'py> {
     pub with_kwargs: bool,
     /// True if a graph with it behaves like an eager call.
     pub faithful: bool,
-    /// Key of the operator that stands in the graph for hooks of this form, behind all others.
+    /// Key of the operator that stands in the graph for hooks of this form, after all others.
     pub operator: Option<String>,
     /// True if the operator stands at the hook's own place, for it alone.
     pub in_place: bool,
@@ -115,7 +115,7 @@ pub type Extension = dyn Any + Send + Sync;
 /// Native hook: an object of a class that extends [`NativeHook`]. Methods with an `object` get the
 /// hook itself.
 pub trait Native: Any + Send + Sync {
-    /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
+    /// True for a hook of the package itself: it stays after all others, is not listed, cleared or
     /// copied, and its errors are not attributed to a hook.
     fn last(&self) -> bool {
         false

@@ -67,7 +67,7 @@ impl<'py> FromPyObject<'_, 'py> for At {
     }
 }
 
-/// Reads an int; one that is out of range is behind all positions, or ahead of them.
+/// Reads an int; one that is out of range is after all positions, or before them.
 fn saturating(int: &Bound<'_, PyAny>) -> PyResult<i64> {
     int.extract().or_else(|error: PyErr| {
         if !error.is_instance_of::<PyOverflowError>(int.py()) {

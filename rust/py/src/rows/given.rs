@@ -15,7 +15,7 @@ use crate::torch::is_tensor;
 /// Limit for the number of rows.
 pub const MOST_ROWS: usize = 1 << 24;
 
-/// Error for a row behind the limit.
+/// Error for a row past the limit.
 pub fn too_many(py: Python<'_>, row: usize) -> PyErr {
     let message = format!("row {row} is out of range: a batch has at most {MOST_ROWS} rows");
     rows_error(py, message)

@@ -1,4 +1,4 @@
-//! Matrices whose rows are the tokens of a padded batch, one row of it behind the other, as routers and
+//! Matrices whose rows are the tokens of a padded batch, one row of it after the other, as routers and
 //! experts take and return them.
 //!
 //! That a tensor has as many rows does not tell: the tokens that one expert gets may be as many, in

@@ -91,7 +91,7 @@ impl Rows {
         }
     }
 
-    /// The row behind the last one.
+    /// The row after the last one.
     pub fn end(&self) -> usize {
         match self {
             Self::Range { length: 0, .. } => 0,

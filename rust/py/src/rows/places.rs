@@ -47,7 +47,7 @@ pub enum OwnRows {
         /// Their dimension.
         dim: usize,
     },
-    /// The tokens of its rows, one row behind the other.
+    /// The tokens of its rows, one row after the other.
     Matrix,
 }
 

@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Order of the uses of tensors behind the kernels that made them.
+/// Orders the uses of tensors after the kernels that made them.
 pub enum StreamOrder {
     /// The tensors are not on a GPU, or their users know when they were made.
     Any,

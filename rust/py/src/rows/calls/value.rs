@@ -323,7 +323,7 @@ impl<'a, 'py> Value<'a, 'py> {
         let mut changed = match self.returned(narrowed, result) {
             Ok(changed) => changed,
             Err(message) => {
-                // The hook behind whose result all are wrong.
+                // The hook from whose result on all are wrong.
                 let mut results = narrowed.trail.returned.iter().rev();
                 let mut guilty = None;
                 for (hook, result) in results.by_ref() {
