@@ -33,7 +33,6 @@ __all__ = [
     "NonFiniteDetector",
     "NormDetector",
     "PlanGuard",
-    "PointHook",
     "Recorder",
     "RegionRun",
     "Registry",
@@ -56,7 +55,6 @@ __all__ = [
     "record",
     "record_all",
     "refuse_async",
-    "register_all",
     "release_copy",
     "release_unused",
     "remember_merged",
@@ -103,27 +101,6 @@ class TypedHook(NativeHook):
     @property
     def phase(self) -> _Phase: ...
     def __reduce__(self) -> tuple[type[Self], tuple[Callable[..., Any]]]: ...
-
-@disjoint_base
-class PointHook(NativeHook):
-    def __new__(
-        cls,
-        user_hook: Callable[..., Any],
-        is_permanent: bool = False,
-        context_level: int | None = None,
-        aliases: Sequence[str] | None = None,
-    ) -> Self: ...
-    @property
-    def user_hook(self) -> Callable[..., Any]: ...
-    @property
-    def is_permanent(self) -> bool: ...
-    @property
-    def context_level(self) -> int | None: ...
-    @property
-    def _aliases(self) -> Sequence[str] | None: ...
-    @property
-    def hook(self) -> HookHandle: ...
-    def _registered(self, handle: HookHandle) -> None: ...
 
 @disjoint_base
 class NativeDetector(NativeHook):
@@ -405,7 +382,6 @@ def record_all(
     indices: list[int] | None = None,
 ) -> list[HookHandle]: ...
 def refuse_async(callable: Callable[..., Any], taker: str, /) -> None: ...  # noqa: A002 (the name in Rust)
-def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: _Phase, scope: Frame) -> None: ...
 def record(module: int, phase: str, key: str, value: Any, *, whole: bool = False) -> None: ...
 
 @final

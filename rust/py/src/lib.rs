@@ -68,8 +68,6 @@ mod _core {
     #[pymodule_export]
     use crate::effects::planned::{EndOfCall, MaskedHook, PlanGuard};
     #[pymodule_export]
-    use crate::effects::point::{PointHook, register_all};
-    #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;

@@ -120,7 +120,7 @@ class HookPoint(nn.Module):
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
         register = registry_of(self).register
-        handle._registered(register(handle.phase, handle, prepend=prepend, scope=scope))
+        handle.hook = register(handle.phase, handle, prepend=prepend, scope=scope)
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
@@ -262,7 +262,7 @@ class HookPoint(nn.Module):
         attach({"": self}, Attachment(), explicit=True)
         for hook, handle, _place in registry_of(self).for_everybody():
             if isinstance(hook, LensHandle):
-                hook._registered(handle)  # a copied LensHandle has no handle yet
+                hook.hook = handle  # a copied LensHandle has no handle yet
 
 
 def directions(direction: object) -> tuple[str, ...]:

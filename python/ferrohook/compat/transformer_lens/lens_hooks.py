@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from types import CodeType, FunctionType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from ferrohook._core import PointHook
+from ferrohook._core import HookHandle, refuse_async
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect_callable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 class Point(Protocol):
@@ -57,7 +60,7 @@ class TensorConversion(Protocol):
         ...
 
 
-class LensHandle(PointHook):
+class LensHandle:
     """One hook added to a hook point.
 
     Follows TransformerLens' class of that name. It is also the callable in the registry; each call
@@ -71,7 +74,22 @@ class LensHandle(PointHook):
         user_hook: the callable that was added.
     """
 
-    __slots__ = ()
+    __call__: Callable[..., Any]
+    # Before it is registered: the handle of a removed hook.
+    hook: HookHandle = HookHandle._removed("forward")
+
+    def __init__(
+        self,
+        user_hook: HookFunction,
+        is_permanent: bool = False,
+        context_level: int | None = None,
+        aliases: Sequence[str] | None = None,
+    ) -> None:
+        self.user_hook = user_hook
+        self.is_permanent = is_permanent
+        self.context_level = context_level
+        # Names that it is called under, in place of the point's own.
+        self._aliases = aliases
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LensHandle:
         user_hook = copy.deepcopy(self.user_hook, memo)
@@ -122,7 +140,6 @@ class LensHandle(PointHook):
 class ForwardLensHandle(LensHandle):
     """Handle of a forward hook."""
 
-    __slots__ = ()
     phase: Final = "forward"
 
     def __call__(self, point: Point, _args: Any, output: Any, /) -> Any:
@@ -135,7 +152,6 @@ class ForwardLensHandle(LensHandle):
 class BackwardLensHandle(LensHandle):
     """Handle of a backward hook."""
 
-    __slots__ = ()
     phase: Final = "backward"
 
     def __call__(self, point: Point, _grad_input: Any, grad_output: Any, /) -> Any:
@@ -221,8 +237,9 @@ def check_hook(hook: Any) -> None:
     """Validates that a hook can be called as `hook(tensor, hook=point)`.
 
     Raises:
-        HookTypeError: it cannot.
+        HookTypeError: it cannot, or it is async.
     """
+    refuse_async(hook, "a hook")
     if usual_code(hook):
         return
     expect_callable(hook, "a hook is called as hook(tensor, hook=point)")

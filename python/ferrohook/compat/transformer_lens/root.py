@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Frame, Recorder, frames, register_all
+from ferrohook._core import Frame, Recorder, frames
 from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.never_fired import explain
 from ferrohook.attach.wrapper import own_names
@@ -350,9 +350,10 @@ class HookedRootModule(nn.Module):
                 else:
                     found = self._points(name).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
-            if rows:
-                register_all(rows, PHASES[dir], scope)
-                handles += [handle for _, handle in rows]
+            phase = PHASES[dir]
+            for point, handle in rows:
+                handle.hook = registry_of(point).register(phase, handle, scope=scope)
+                handles.append(handle)
         return handles
 
     def run_with_hooks(

@@ -24,13 +24,6 @@ unsafe extern "C-unwind" {
         kwargs: *mut ffi::PyObject,
     ) -> *mut ffi::PyObject;
 
-    fn PyObject_Vectorcall(
-        callable: *mut ffi::PyObject,
-        args: *const *mut ffi::PyObject,
-        nargsf: usize,
-        keywords: *mut ffi::PyObject,
-    ) -> *mut ffi::PyObject;
-
     fn PyObject_Call(
         callable: *mut ffi::PyObject,
         args: *mut ffi::PyObject,
@@ -104,32 +97,6 @@ pub fn call<'py, const N: usize>(
     let nargsf = N | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
     // SAFETY: `N` live objects stand behind a slot that may be written.
     unsafe { vectorcall(callable, all.as_mut_ptr().add(1), nargsf, None) }
-}
-
-/// Calls `callable(arg, keyword=value)`; `keywords` holds the one name.
-pub fn call_with_keyword<'py>(
-    callable: &Bound<'py, PyAny>,
-    arg: &Bound<'py, PyAny>,
-    keywords: &Bound<'py, PyTuple>,
-    value: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let mut all = [ptr::null_mut(), arg.as_ptr(), value.as_ptr()];
-    let call = black_box(PyObject_Vectorcall as Vectorcall);
-    let nargsf = 1 | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
-    let guard = ParkOnUnwind;
-    // SAFETY: a writable slot, live objects for the one argument and the one keyword, and a tuple
-    // of its name.
-    let result = unsafe {
-        call(
-            callable.as_ptr(),
-            all.as_mut_ptr().add(1),
-            nargsf,
-            keywords.as_ptr(),
-        )
-    };
-    mem::forget(guard);
-    // SAFETY: a new reference, or null with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
 }
 
 /// Calls `function(first, *args, **kwargs)`.

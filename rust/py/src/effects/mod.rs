@@ -4,6 +4,5 @@ pub mod detectors;
 pub mod gpu_vector;
 pub mod intervention;
 pub mod planned;
-pub mod point;
 mod together;
 pub mod typed;
