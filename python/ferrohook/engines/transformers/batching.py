@@ -11,11 +11,11 @@ Examples:
     ...             output.acts
 """
 
-# The engine's loop runs in a thread of its own: `prepare_next_batch` settles which requests have
+# The engine's loop runs in its own thread: `prepare_next_batch` settles which requests have
 # which rows, `_generation_step` runs the forward, `update_batch` hands out tokens. Asynchronous
-# batching prepares step n + 1 while n computes, but launches each step right behind its own
-# preparation: the map read in `_generation_step` is that of its forward. Methods are replaced on
-# instances only (manager, output router, cache), and given back by `close`.
+# batching prepares step n + 1 while n computes, but launches each step right after its own
+# preparation: `_generation_step` reads the map of the forward that it runs. Methods are replaced
+# on instances only (manager, output router, cache), and given back by `close`.
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _MEANT: Final = {
     **dict.fromkeys(("hooks", "capture", "keep", "on", "plan"), "plans"),
     "plans": "plan",
 }
-"""Names for plans, and what is taken instead of each."""
+"""Mistaken option names, and the option to use instead."""
 
 
 def generate_batch(
@@ -122,7 +122,7 @@ def generate_batch(
     untried: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Generates texts for prompts, each with a plan of its own, as `model.generate_batch` does.
+    """Generates texts for prompts as `model.generate_batch` does, with one plan for each prompt.
 
     Args:
         model: a model of transformers.
@@ -133,7 +133,7 @@ def generate_batch(
             graphs is made.
 
     Returns:
-        What the model's own returns. Each output also has `acts`, the activations that the plan
+        Outputs as from the model's own method. Each also has `acts`, the activations that the plan
         keeps, and `hook_error`, an exception or None: with one its status is FAILED.
 
     Raises:
@@ -174,7 +174,7 @@ class _AttachingModel:
         manager = self._model.init_continuous_batching(**options)
         try:
             attached = self.attachments.enter_context(attach(manager, untried=self._untried))
-            # Raised here: the model's own logs what is raised as requests are added, and goes on.
+            # Raised here: the model's own method only logs errors while it adds requests.
             attached.check_plans(prompt.plan for prompt in self._prompts)
         except BaseException:
             if manager._original_attn_impl is not None:  # given back by `stop`, once started
@@ -192,7 +192,7 @@ def attach(manager: Any, *, untried: bool = False) -> Attached:
     Args:
         manager: of `init_continuous_batching` or `continuous_batching_context_manager`, started or
             not.
-        untried: accept a release of transformers that nobody tried, if the self-test holds.
+        untried: accept an untried release of transformers, if the self-test passes.
 
     Raises:
         HookError: the release was not tried or fails the self-test, the manager is attached
@@ -368,7 +368,7 @@ class Attached:
                 manager._request_counter += 1
         children = _children(request_id, manager.num_return_sequences - 1)
         with self._lock:
-            self._check_open()  # under the lock: `close` looks for those that run
+            self._check_open()  # under the lock: `close` closes the requests that are listed
             with self._planned.admitting(request_id, plan, children):
                 added = original(input_ids, request_id, *args, **options)
                 if added is None:
@@ -504,8 +504,8 @@ class Attached:
     def _apart(self, step: Step, watched: WatchedRows) -> Iterator[None]:
         """Keeps rows that plans make NaN or infinite from others.
 
-        The keys of all requests of a step stand in one tensor: a mask hides those of others, but
-        NaN plus a mask is NaN. And large scores in float16 are above a mask of its lowest number.
+        The keys of all requests of a step stand in one tensor. A mask hides other requests' keys,
+        but NaN plus a mask is NaN, and large float16 scores exceed a mask of its lowest number.
         """
         processor = self.manager.batch_processor
         runner, inputs = processor.model_runner, processor.inputs_and_outputs
