@@ -21,10 +21,9 @@ FRONTS = ("", "analysis", "rows", "data", "detectors", "plot", "engines", "servi
 INTRODUCTION = """\
 # ferrohook
 
-> Hooks for PyTorch modules on a Rust core: look at or change what any nn.Module computes, for
-> everybody or for one
+> Inspect or change what any nn.Module computes, for every caller or just for one thread, task or
+> request, with hooks on a Rust core, eagerly and under torch.compile. `import ferrohook as fh`.
 
-> thread, task or request alone, eagerly and under torch.compile. `import ferrohook as fh`.
 - What: a selector names modules by path ("layers.3"), glob ("layers.*", "**"), regex, class,
   predicate or a list of these; "@resid_post.3" names a quantity of the computation in the same
   places.
