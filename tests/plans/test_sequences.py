@@ -196,6 +196,52 @@ def test_rows_of_a_cache_that_was_cut_back_at_several_positions_are_of_the_last_
     assert request.positions(LAYER) == [2, 4]
 
 
+CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "reordered": lambda cache, rows: cache.reorder_cache(rows),
+    "twice": lambda cache, rows: [cache.reorder_cache(rows), cache.reorder_cache(rows)],
+    "chosen": lambda cache, rows: cache.batch_select_indices(rows),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1]])
+def test_rows_of_a_cache_that_was_reordered_by_hand_are_other_sequences(
+    model: Any, change: str, rows: list[int]
+) -> None:
+    """As in a beam search by hand, without a mask."""
+    ids, new = torch.cat([prompt(4), prompt(4, seed=2)]), torch.tensor([[5], [6]])
+    order, cache = torch.tensor(rows), transformers.DynamicCache(config=model.config)
+    plan = fh.Plan(fh.keep(LAYER, at=slice(None)), fh.keep(LAYER, at="generated", label="new"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(ids, past_key_values=cache)
+        model(new, past_key_values=cache)
+        CHANGES[change](cache, order)
+        model(new, past_key_values=cache)
+    of = order[order] if change == "twice" else order
+    text = torch.cat([torch.cat([ids, new], 1)[of], new], 1)
+    states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states[1]
+    for name in (LAYER, f"new:{LAYER}"):
+        assert request.positions(name) == [5, 5]
+        torch.testing.assert_close(request.acts[name], states[:, 5])
+
+
+def test_reordered_rows_with_other_padding_need_a_mask(model: Any) -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask, new = (ids > 0).long(), torch.tensor([[3], [4]])
+    order, plan = torch.tensor([1, 0]), fh.Plan(fh.keep(LAYER, at=slice(None)))
+    for given in (None, torch.cat([mask[order], mask.new_ones(2, 1)], 1)):
+        cache = transformers.DynamicCache(config=model.config)
+        with plan.prepare(model) as prepared, prepared.open() as request:
+            model(ids, attention_mask=mask, past_key_values=cache)
+            cache.reorder_cache(order)
+            if given is None:
+                with pytest.raises(fh.HookError, match="Give an attention_mask"):
+                    model(new, past_key_values=cache)
+            else:
+                model(new, attention_mask=given, past_key_values=cache)
+                assert request.positions(LAYER) == [5, 3]
+
+
 def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
     prefix, cache = prompt(4), transformers.DynamicCache(config=model.config)
     model(prefix, past_key_values=cache)

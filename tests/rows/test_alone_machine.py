@@ -621,41 +621,23 @@ def may_be_refused(case: Case, member: int, error: BaseException | None) -> bool
     """True for a request whose result in a batch need not be the one alone."""
     names = {name for name, _, _ in leaves(case.recipe, None)}
     return (
-        detached(case, member)
         # Views there do not say of what, so that nothing tells whose the rows of a matrix are.
-        or (case.router == "in front" and case.mode == "inference")
+        (case.router == "in front" and case.mode == "inference")
         # Of a router only matrices are known to have the tokens.
         or (case.router is not None and "another shape of it" in names)
         # Copies of tokens, and of the matrix of all tokens, cannot share memory.
-        or ("shares memory" in str(error) and case.router == "inside")
+        or ("shares memory" in str(error) and (case.router == "inside" or swaps(case)))
         # Alone the gradient may go another way.
         or ("autograd has saved" in str(error) and bool(names & {"saved", "product"}))
     )
 
 
-def detached(case: Case, member: int) -> bool:
-    """True if a member writes after a call whose arguments were replaced.
-
-    The rows of several members are then in one new tensor, which shares no memory with the former.
-    """
-    replaced = {
-        hook.what
-        for other, each in enumerate(case.members)
-        for hook in each
-        if hook.phase == "forward_pre"
-        and (hook.kind == "swap" or (other != member and hook.kind in {"native", "map"}))
-    }
-    # An intervention at positions may leave another tensor as the argument.
-    own = {
-        hook.what
-        for hook in case.members[member]
-        if hook.phase == "forward_pre" and hook.kind == "native" and hook.at is not None
-    }
-    if any(hook.kind == "write" and hook.what in own for hook in case.members[member]):
-        return True
+def swaps(case: Case) -> bool:
+    """True if two arguments may be one tensor for a member, and two in the batch."""
     return any(
-        hook.kind == "write" and hook.phase == "forward" and hook.what in replaced
-        for hook in case.members[member]
+        hook.kind == "swap" and hook.phase == "forward_pre"
+        for member in case.members
+        for hook in member
     )
 
 
@@ -762,6 +744,11 @@ FOUND: dict[str, tuple[Any, str | None, tuple[Hook, ...]]] = {
     "an argument of a router": ("fresh", "inside", (write(1),)),
     "a router's input, and its matrix": ("input", "inside", (write(0), write(1))),
     "an expanded tensor": ("fresh and expanded", None, (write(0, "item"),)),
+    "expanded tensors that share memory": (
+        ("tuple", ["fresh and expanded", "overlaps it"]),
+        None,
+        (write(0, "item"),),
+    ),
 }
 """Strategies of wide runs only."""
 

@@ -228,3 +228,99 @@ def test_memory_that_copies_cannot_share_is_refused() -> None:
             model(torch.ones(SIZE, WIDTH))
         assert "guilty" in str(request.error)
         assert "shares memory" in str(request.error)
+
+
+def doubled_in_place(_module: object, args: tuple[Any, ...], _output: object) -> None:
+    args[0].mul_(2)
+
+
+class Reused(nn.Module):
+    """Uses the input of its parts again, which may write to it."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x - 1
+        return self.part(h) + 10 * h
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("replaces", ["native", "a function"])
+@pytest.mark.parametrize("writer", ["member", "module"])
+def test_an_argument_that_another_member_replaced_is_written_where_it_was(
+    writer: str, replaces: str, form: str, mode: str
+) -> None:
+    """By the module, for rows of nobody too, and by hooks of the other member."""
+    if writer == "module" and mode == "inference":
+        pytest.skip("torch counts no writes in inference mode: docs/batches.md")
+    model = Reused(nn.ReLU(inplace=True) if writer == "module" else nn.Identity())
+    replace = fh.Scale(3.0) if replaces == "native" else lambda _m, args: (args[0] * 3,)
+    plans = [
+        fh.Plan(fh.on("part", replace, phase="forward_pre")),
+        fh.Plan(fh.on("part", doubled_in_place)) if writer == "member" else fh.Plan(),
+    ]
+    rows, x = FORMS[form], torch.arange(SIZE * WIDTH).reshape(SIZE, WIDTH) % 5 - 2.0
+
+    def run(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+        x = x.clone().requires_grad_(mode == "grad")
+        y = model(x)
+        return y.detach(), torch.autograd.grad(y.sum(), [x])[0] if mode == "grad" else None
+
+    with MODES[mode]():
+        requests = [plan.prepare(model).open() for plan in plans]
+        with fh.batch(dict(zip(requests, rows, strict=True)), size=SIZE, warn=False):
+            ours = run(model, x)
+        assert [request.error for request in requests] == [None, None]
+        nobody = sorted({*range(SIZE)} - {row for each in rows for row in taken(each)})
+        for own, plan in ((nobody, fh.Plan()), *zip(map(taken, rows), plans, strict=True)):
+            with plan.prepare(model).open():
+                right = run(model, x[own])
+            for one, other in zip(ours, right, strict=True):
+                assert other is None or torch.equal(one[own], other)
+
+
+def taken(rows: Any) -> list[int]:
+    return [*range(SIZE)][rows] if isinstance(rows, slice) else rows
+
+
+def test_an_argument_put_in_two_places_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    """In the batch it is two tensors, and the module would compute with both."""
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return x + other
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum = Sum()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sum(x * 1, x + 1)
+
+    model = Model()
+    swap = fh.on("sum", lambda _m, args: (args[0], args[0]), phase="forward_pre")
+    reads, writes = fh.Plan(swap), fh.Plan(swap, fh.on("sum", doubled_in_place))
+    requests = [plan.prepare(model).open() for plan in (reads, writes)]
+    with torch.no_grad(), fh.batch(dict(zip(requests, ([0], [1]), strict=True)), size=2):
+        y = model(torch.tensor([[1.0], [2.0]]))
+    assert requests[0].error is None
+    assert y[0] == 2
+    assert isinstance(requests[1].error, fh.RowsError)
+    assert "shares memory with another" in str(requests[1].error)
+
+
+def test_an_intervention_of_no_token_is_not_judged() -> None:
+    """Alone it does not run: beside a member with Python hooks, and beside none."""
+    model = Reused(nn.Identity())
+    wide = fh.Plan(fh.on("part", fh.Add(torch.ones(WIDTH + 1)), at="last_prompt"))
+    for beside in (fh.Plan(fh.on("part", doubled_in_place)), fh.Plan(fh.on("part", fh.Scale(2.0)))):
+        requests = [plan.prepare(model).open() for plan in (wide, beside)]
+        positions, lengths = torch.tensor([4, 4]), dict.fromkeys(requests, 2)
+        rows = dict(zip(requests, ([0], [1]), strict=True))
+        with torch.no_grad(), fh.batch(rows, positions=positions, lengths=lengths, warn=False):
+            model(torch.ones(2, WIDTH))
+        assert [request.error for request in requests] == [None, None]

@@ -64,9 +64,11 @@ class Tokens(NamedTuple):
     lengths: Tensor | None
     """Number of tokens of each row's prompt: (batch,); None if they are not known."""
     after: Any = None
-    """The sequences behind the call, until their KV cache is known."""
+    """The sequences behind the call, if they may have a KV cache."""
     number: int = 0
     """Of its sequences: calls with the same one run tokens of the same sequences."""
+    cache: Any = None
+    """The KV cache that the call was given."""
 
 
 def check_prompt(at: At, tokens: Tokens, name: str) -> None:

@@ -10,7 +10,9 @@ The one place that finds them, from what tells them:
   tokens are the prompt, and tokens that run later with its KV cache are generated.
 
 The state of a sequence is stored with its KV cache, weakly, so that threads, turns and copies of
-a cache do not mix. Positions that no source gives are refused where a plan needs them.
+a cache do not mix. Once the program chooses, reorders or repeats rows itself, as in a beam search
+by hand, only what all rows had in common is known. Positions that no source gives are refused
+where a plan needs them.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import itertools
 import sys
 import weakref
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ferrohook.errors import HookError
 from ferrohook.plans.positions import PADDING, Tokens
@@ -215,10 +218,25 @@ class _Sequence(NamedTuple):
     """Tokens of the prompts, (batch,), and their columns; None if no source says where they end."""
     seen: int
     """Columns that ran, padding included."""
-    ends: Tensor
-    """Position after the last token of each: (batch,)."""
+    ends: Tensor | None
+    """Position after the last token of each: (batch,); None if no source says."""
     number: int
     """See `Tokens`."""
+    batch: int
+    memory: StorageWeakRef | None = None
+    """Of the keys after the call: others once rows were chosen, reordered or repeated."""
+
+    def of_other_rows(self, batch: int) -> _Sequence:
+        """Returns what is known of rows that are chosen from these, each any of them."""
+
+        def common(values: Tensor | None) -> Tensor | None:
+            if values is None or bool((values != values[:1]).any()):
+                return None
+            return values[:1].expand(batch)
+
+        lengths = None if self.prompt is None else common(self.prompt[0])
+        prompt = None if self.prompt is None or lengths is None else (lengths, self.prompt[1])
+        return _Sequence(prompt, self.seen, common(self.ends), next(_NUMBERS), batch)
 
 
 class _GenerateCall(NamedTuple):
@@ -294,10 +312,10 @@ class Sequences:
         """
         call = _StackCall(stack, stack.arguments(args, kwargs))
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
-        if before is not None and len(before.ends) != call.batch:
-            before = None  # rows were chosen or repeated
         past = call.past(before)
         generation = None if stack.encoder else self._generation(module, call, past)
+        if before is not None and call.has_other_rows(before, reorders=generation is not None):
+            before = before.of_other_rows(call.batch)
         if generation is not None and call.cache is None and generation.has_run:
             # Without a cache all tokens run again. Else the model keeps its own cache, and a longer
             # mask may show how many tokens it holds.
@@ -305,7 +323,7 @@ class Sequences:
         goes_on = before if before is not None and past and past == before.seen else None
         positions = call.positions(past, generation, goes_on)
         ends = positions.amax(-1) + 1
-        if goes_on is not None:
+        if goes_on is not None and goes_on.ends is not None:
             ends = torch.maximum(goes_on.ends, ends)
         prompt = None
         if generation is None and past == 0:
@@ -317,15 +335,16 @@ class Sequences:
         drafts = generation is not None and generation.drafts
         if before is not None and past and past < before.seen and not drafts:
             number = self._cut_back(positions, number)
-        after = None if past is None else _Sequence(prompt, past + call.length, ends, number)
+        after = None
+        if past is not None:
+            after = _Sequence(prompt, past + call.length, ends, number, call.batch)
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
-            after = None
         if generation is not None:
             lengths = generation.lengths
         else:
             lengths = None if prompt is None else prompt[0]
-        return Tokens(positions, self._lengths(call, lengths), after, number)
+        return Tokens(positions, self._lengths(call, lengths), after, number, call.cache)
 
     def _cut_back(self, positions: Tensor, number: int) -> int:
         """Takes back the rows of tokens that were cut out of a cache; returns the new number.
@@ -341,9 +360,10 @@ class Sequences:
         return number
 
     def note(self, tokens: Tokens, output: Any) -> None:
-        """Takes note of the KV cache that a call made itself, by its output."""
-        if tokens.after is not None and (cache := _cache_in(output)) is not None:
-            self._put(cache, tokens.after)
+        """Takes note of the KV cache after a call: the given one, or the one in its output."""
+        cache = _cache_in(output) if tokens.cache is None else tokens.cache
+        if tokens.after is not None and cache is not None:
+            self._put(cache, tokens.after._replace(memory=_memory_of(cache)))
 
     def _generation(
         self, module: nn.Module, call: _StackCall, past: int | None
@@ -426,6 +446,20 @@ class _StackCall:
             return None
         return 0 if mask is None else max(mask.shape[1] - self.length, 0)
 
+    def has_other_rows(self, before: _Sequence, *, reorders: bool) -> bool:
+        """True if the rows of the cache were chosen, reordered or repeated since a call.
+
+        Args:
+            before: behind that call.
+            reorders: whoever calls reorders rows itself, and is known to.
+        """
+        if before.batch != self.batch:
+            return True
+        if reorders or self.batch == 1 or before.memory is None:
+            return False
+        memory = _memory_of(self.cache)
+        return memory is not None and memory.cdata != before.memory.cdata
+
     def is_one_run(self) -> bool:
         """True if each row is one sequence, its tokens in order."""
         if self._places is None or self._columns() is not None:
@@ -450,14 +484,16 @@ class _StackCall:
         if generation is not None:
             return _counted(generation.columns_until(until, self))[:, past:]
         if own is not None and before is not None and own.shape[1] == self.length:
+            if before.ends is None:
+                raise self._unknown
             counted = _counted(own)
             return (counted + before.ends[:, None]).where(counted >= 0, PADDING)
         if self._places is not None and (self._mask is None or self.is_one_run()):
             return self._places.expand(self.batch, self.length)
-        if self._mask is not None:
+        if self._mask is not None or (before is not None and before.ends is None):
             raise self._unknown
         columns = torch.arange(self.length, device=self.device).expand(self.batch, self.length)
-        return columns + (past if before is None else before.ends[:, None])
+        return columns + (past if before is None else cast("Tensor", before.ends)[:, None])
 
     def _columns(self) -> Tensor | None:
         mask = self._mask
@@ -505,6 +541,17 @@ def _lasting(cache: Any) -> Any:
     """Returns the key of a cache: the first of a list of states, which are written in place."""
     states = isinstance(cache, tuple | list) and cache and isinstance(cache[0], Tensor)
     return cache[0] if states else cache
+
+
+def _memory_of(cache: Any) -> StorageWeakRef | None:
+    """Returns the memory of a KV cache's keys, if it keeps them in one place between calls."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    if getattr(cache, "offloading", False):
+        return None
+    layers = getattr(cache, "layers", ())
+    kept = [getattr(layer, "keys", None) for layer in layers] or getattr(cache, "key_cache", [])
+    keys = next((each for each in kept if isinstance(each, Tensor) and each.numel()), None)
+    return None if keys is None else StorageWeakRef(keys.untyped_storage())
 
 
 def _length_of(cache: Any) -> int | None:

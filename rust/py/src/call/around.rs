@@ -56,6 +56,12 @@ pub trait Between<'py> {
     ) -> PyResult<Option<Bound<'py, PyAny>>>;
 }
 
+/// State that hooks of others keep from one phase of a call to the next.
+pub trait Kept: Any {
+    /// Takes note of what happened since they ran; called when the call ends too.
+    fn settle(&self, py: Python<'_>) -> PyResult<()>;
+}
+
 /// The slot of such a frame.
 pub struct AroundSlot(pub &'static dyn Around);
 

@@ -12,7 +12,7 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::call::around::{Between, Others};
+use crate::call::around::{Between, Kept, Others};
 use crate::call::backward::Tap;
 use crate::contexts::current::Frames;
 use crate::contexts::log::PhaseRun;
@@ -43,6 +43,7 @@ pub fn call<'py>(
         kwargs: kwargs.cloned(),
         took: None,
         part: None,
+        kept: None,
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
@@ -59,6 +60,8 @@ pub struct Call<'a, 'py> {
     pub took: Option<Duration>,
     /// Row context when hooks see only one request's rows; `None` for the whole call.
     pub part: Option<&'a dyn Any>,
+    /// State of hooks of others.
+    pub kept: Option<Box<dyn Kept>>,
 }
 
 /// Next hook of a phase: torch's hooks come first.
@@ -96,7 +99,11 @@ impl<'py> Call<'_, 'py> {
             return self.run_after(target, output.map(|output| (output, None)));
         }
         let ran = self.run_module(target);
-        self.run_after(target, ran)
+        let output = self.run_after(target, ran)?;
+        match self.kept {
+            None => Ok(output),
+            Some(kept) => kept.settle(self.module.py()).map(|()| output),
+        }
     }
 
     /// Runs the call from the module's output to its return value.

@@ -261,13 +261,16 @@ impl Masks {
                 (Chosen::At(mask), Some(own)) => {
                     let own = match own {
                         OwnRows::Gathered { places, .. } => mask.at(py, places)?,
-                        OwnRows::Matrix => mask.flat(py)?,
+                        OwnRows::Matrix => Some(mask.flat(py)?),
                     };
-                    Ok(Chosen::At(Arc::new(own)))
+                    Ok(own.map_or(Chosen::Nothing, |own| Chosen::At(Arc::new(own))))
                 }
                 (chosen, _) => Ok(chosen.clone()),
             },
-            Self::Rows(rows) => rows.mask(py, at, own).map(Chosen::At),
+            Self::Rows(rows) => {
+                let mask = rows.mask(py, at, own)?;
+                Ok(mask.map_or(Chosen::Nothing, Chosen::At))
+            }
         }
     }
 
@@ -321,19 +324,31 @@ impl MasksOfTokens {
 }
 
 impl PlacesOfRows {
-    fn mask(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Arc<Mask>> {
+    /// Returns the mask of one of the positions; None if no token is at it.
+    fn mask(
+        &self,
+        py: Python<'_>,
+        at: usize,
+        own: Option<&OwnRows>,
+    ) -> PyResult<Option<Arc<Mask>>> {
         let places = &self.places[at];
         if let Some(own) = own {
             let (count, dim) = match own {
                 OwnRows::Gathered { places, dim } => (places.len(), *dim),
                 OwnRows::Matrix => (self.count, 0),
             };
-            return Ok(Arc::new(Mask::of_rows(py, &own.among(places), count, dim)?));
+            let places = own.among(places);
+            let mask = (!places.is_empty()).then(|| Mask::of_rows(py, &places, count, dim));
+            return Ok(mask.transpose()?.map(Arc::new));
+        }
+        if places.is_empty() {
+            return Ok(None);
         }
         if let Some(mask) = self.masks[at].get() {
-            return Ok(Arc::clone(mask));
+            return Ok(Some(Arc::clone(mask)));
         }
         let mask = Mask::of_rows(py, &in_tensors(places), self.count, self.dim)?;
-        Ok(Arc::clone(self.masks[at].get_or_init(|| Arc::new(mask))))
+        let mask = self.masks[at].get_or_init(|| Arc::new(mask));
+        Ok(Some(Arc::clone(mask)))
     }
 }

@@ -78,9 +78,9 @@ impl Mask {
     }
 
     /// Returns the mask of other rows, of one dimension: those with these places among its own.
-    pub fn at(&self, py: Python<'_>, places: &[MemberPlace]) -> PyResult<Self> {
+    pub fn at(&self, py: Python<'_>, places: &[MemberPlace]) -> PyResult<Option<Self>> {
         let rows: Vec<_> = places.iter().map(|place| place.0).collect();
-        Ok(Self::of(&self.bools.bind(py).get_item(rows)?))
+        Self::of_any(&self.bools.bind(py).get_item(rows)?)
     }
 
     /// Returns the mask of the tokens as the rows of a matrix.

@@ -17,12 +17,14 @@ use crate::rows::batch::{BatchBase, Batches};
 use crate::rows::calls::hooks::{FoundHooks, HooksOfMember, MemberHooks};
 use crate::rows::calls::merged::{MergedHooks, Simple};
 use crate::rows::calls::stages::Stages;
+use crate::rows::calls::stand_ins::StandIns;
 use crate::rows::calls::value::{self, Needs, Value};
 use crate::rows::layout::Layout;
 use crate::rows::matrix::CallArguments;
 use crate::rows::member::Member;
 use crate::rows::places::Tokens;
 use crate::torch::target::Target;
+use crate::torch::tensors::for_each_pair;
 
 impl Around for Batches {
     fn begin<'py>(
@@ -64,6 +66,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         target: &Target<'_, 'py>,
     ) -> PyResult<()> {
         let (py, batch) = (call.module.py(), self.batch.get());
+        settle(call)?;
         let before = value::arguments(call)?;
         for (_, entries) in self.in_gap(gap) {
             // The guard of a plan is present, so this is a call of the plan's model.
@@ -83,11 +86,15 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             run: self.run.as_deref(),
         };
         let (merged, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
-        let replaced = members.forward_pre_of_each(others, target)?;
+        let mut stand_ins = StandIns::of(&self.batch);
+        let replaced = members.forward_pre_of_each(others, target, &mut stand_ins)?;
+        stand_ins.keep(call);
         call.replace_input(replaced);
         if merged.members.is_empty() {
             return Ok(());
         }
+        let mut stand_ins = StandIns::of(&self.batch);
+        let mut numbers = Vec::new();
         let value = call.args.get_item(0)?;
         let members = Members {
             call,
@@ -95,13 +102,22 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             layout,
             run: self.run.as_deref(),
         };
-        let replaced = match members.run_merged(&merged, &value)? {
-            Ok(changed) => match changed {
-                Some(changed) => Some((PyTuple::new(py, [changed])?, None)),
-                None => None,
-            },
-            Err(_each_alone) => members.forward_pre_of_each(merged.each(), target)?,
+        let replaced = match members.run_merged(&merged, &value, Some(&mut numbers))? {
+            Ok(Some(changed)) => {
+                for_each_pair(&value, &changed, &mut |was, now| {
+                    if now.is(was) {
+                        return Ok(());
+                    }
+                    stand_ins.add(was, now, layout, numbers.clone())
+                })?;
+                Some((PyTuple::new(py, [changed])?, None))
+            }
+            Ok(None) => None,
+            Err(_each_alone) => {
+                members.forward_pre_of_each(merged.each(), target, &mut stand_ins)?
+            }
         };
+        stand_ins.keep(call);
         call.replace_input(replaced);
         Ok(())
     }
@@ -114,6 +130,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let batch = self.batch.get();
+        settle(call)?;
         let (layout, covered) = if let Some(value) = output {
             layout_of(batch, call, value, output)?
         } else {
@@ -153,6 +170,12 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         }
         Ok(more.or(changed))
     }
+}
+
+/// Brings the arguments up to date for which others stand.
+fn settle(call: &Call<'_, '_>) -> PyResult<()> {
+    let kept = call.kept.as_ref();
+    kept.map_or(Ok(()), |kept| kept.settle(call.module.py()))
 }
 
 /// Finds the rows of a value of a call, and whether it has them.
@@ -246,6 +269,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
             kwargs: self.call.kwargs.is_some().then_some(kwargs),
             took: self.call.took,
             part: Some(tokens),
+            kept: None,
         })
     }
 
@@ -282,6 +306,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         &self,
         hooks: &MergedHooks,
         value: &Bound<'py, PyAny>,
+        replaced: Option<&mut Vec<usize>>,
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
         let stages = Stages {
             hooks,
@@ -299,7 +324,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 Err(error) => member.fail_with(self.py(), error).map(|()| false),
             }
         };
-        stages.run(value, &mut fail)
+        stages.run(value, &mut fail, replaced)
     }
 
     /// Runs forward hooks of members that merge, on an output that has the rows.
@@ -308,7 +333,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         hooks: &MergedHooks,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match self.run_merged(hooks, output)? {
+        match self.run_merged(hooks, output, None)? {
             Ok(changed) => Ok(changed),
             Err(_each_alone) => self.forward_of_each(hooks.each(), output),
         }
@@ -339,11 +364,12 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows. Returns
-    /// new arguments.
+    /// new arguments, and adds those that they stand for.
     fn forward_pre_of_each(
         &self,
         members: Vec<HooksOfMember<'_>>,
         target: &Target<'_, 'py>,
+        stand_ins: &mut StandIns,
     ) -> PyResult<Option<Replaced<'py>>> {
         if members.is_empty() {
             return Ok(None);
@@ -352,6 +378,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         let before = value::arguments(self.call)?;
         let describe = |entry: &Entry<Hook>| self.describe(entry);
         let mut value = Value::new(&before, None, self.layout, self.batch, &describe)?;
+        value.stand_ins = StandIns::of_call(self.call);
         let covered = value::covered(&before, self.layout)?;
         let mut checked = None;
         for (number, entries) in members {
@@ -392,6 +419,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         let Some(merged) = value.merged()? else {
             return Ok(None);
         };
+        value.add_stand_ins(&merged, stand_ins)?;
         let (args, kwargs) = merged.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
         Ok(Some((args, self.call.kwargs.is_some().then_some(kwargs))))
     }
@@ -419,6 +447,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         let beside = Some(&before);
         let value = Value::new(output, beside, self.layout, self.batch, &describe)?;
         let mut value = value.with(of_inputs);
+        value.stand_ins = StandIns::of_call(self.call);
         let covered = value::covered(output, self.layout)?;
         for (number, entries) in members {
             let tokens = self.tokens(number);
@@ -441,6 +470,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                     Some(layout) => {
                         let value = Value::new(output, beside, layout, self.batch, &describe)?;
                         let mut value = value.with(Some(self.layout));
+                        value.stand_ins = StandIns::of_call(self.call);
                         let mut narrowed = value.begin(number, entries, &needs)?;
                         let arguments = value.narrow(&mut narrowed, &before)?;
                         inputs = Some((value, narrowed));

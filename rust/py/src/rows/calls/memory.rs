@@ -16,8 +16,10 @@ pub struct SharedMemory<'py> {
 /// Different tensors with one storage, at least two.
 struct MemoryGroup<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
-    /// True if all are of the first structure, have rows of the batch and can be written.
+    /// True if all are of the first structure, have rows of the batch and can be replaced.
     within: bool,
+    /// True if all have numbers in several places.
+    expanded: bool,
     /// None if the rows of these tensors are in no blocks of the memory.
     blocks: Option<Blocks<'py>>,
     /// True if copies of rows share no memory where these tensors do.
@@ -103,11 +105,11 @@ impl<'py> SharedMemory<'py> {
         }
         let mut groups = Vec::new();
         for (_, tensors, within) in found {
-            let (mut having, mut whole, mut elsewhere) = (Vec::new(), true, false);
+            let (mut having, mut expanded, mut elsewhere) = (Vec::new(), 0, false);
             for tensor in &tensors {
                 if layout.covers(tensor)? {
                     having.push(tensor.clone());
-                    whole &= !is_expanded(tensor)?;
+                    expanded += usize::from(is_expanded(tensor)?);
                 } else if let Some(other) = other {
                     elsewhere |= other.covers(tensor)?;
                 }
@@ -117,8 +119,10 @@ impl<'py> SharedMemory<'py> {
                 continue;
             }
             let blocks = Blocks::of(&having, layout, grad)?;
+            let alike = expanded == 0 || expanded == having.len();
             groups.push(MemoryGroup {
-                within: within && whole && having.len() == tensors.len(),
+                within: within && alike && having.len() == tensors.len(),
+                expanded: expanded == having.len(),
                 apart: elsewhere || (having.len() > 1 && blocks.is_none()),
                 blocks,
                 tensors: having,
@@ -138,9 +142,10 @@ impl<'py> SharedMemory<'py> {
         self.group(tensor).is_none_or(|(_, group)| group.within)
     }
 
-    /// True if a write to a copy of its rows shows in no copy of another tensor.
+    /// True if a write to a copy of its rows shows in no copy of another tensor that is not expanded.
     pub fn is_lone(&self, tensor: &Bound<'py, PyAny>) -> bool {
-        self.group(tensor).is_none_or(|(_, group)| group.apart)
+        let lone = |(_, group): (_, &MemoryGroup<'py>)| group.apart || group.expanded;
+        self.group(tensor).is_none_or(lone)
     }
 
     /// True if copies of its rows share no memory where it does.

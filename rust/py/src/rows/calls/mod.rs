@@ -7,4 +7,5 @@ pub mod merged;
 pub mod merging;
 pub mod remembered;
 pub mod stages;
+mod stand_ins;
 pub mod value;

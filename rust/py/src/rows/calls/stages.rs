@@ -125,6 +125,11 @@ impl<'py> Stages<'_, 'py> {
         Some(self.layout.places(simple.number, of_batch))
     }
 
+    /// True if a hook is for all tokens of its member, or for some.
+    fn has_tokens(&self, at: HookAt) -> bool {
+        self.places(at).is_none_or(|places| !places.is_empty())
+    }
+
     fn in_batch<'a>(&'a self, py: Python<'a>, (member, at): HookAt) -> PyResult<&'a dyn InBatch> {
         in_batch_of(self.hooks.members[member].merging[at].hook.bind(py))
     }
@@ -153,11 +158,12 @@ impl<'py> Stages<'_, 'py> {
     }
 
     /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
-    /// that each member's hooks have to run alone.
+    /// that each member's hooks have to run alone. `replaced` gets the members whose rows changed.
     pub fn run(
         &self,
         value: &Bound<'py, PyAny>,
         fail: &mut Fail<'_>,
+        mut replaced: Option<&mut Vec<usize>>,
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
         let inside = Inside::here();
         let mut running: Vec<Option<usize>> = vec![Some(0); self.hooks.members.len()];
@@ -190,7 +196,7 @@ impl<'py> Stages<'_, 'py> {
                 };
                 invocation.map(|it| invocations.push(it)).is_some()
             });
-            stage.retain(|at| self.places(*at).is_none_or(|places| !places.is_empty()));
+            stage.retain(|at| self.has_tokens(*at));
             if stage.is_empty() {
                 continue;
             }
@@ -212,6 +218,9 @@ impl<'py> Stages<'_, 'py> {
                 if !fail(self.hooks.members[at.0].number, self.entry(at), error)? {
                     running[at.0] = None;
                 }
+            }
+            if let (Some(replaced), Some(_)) = (&mut replaced, &merged.value) {
+                replaced.extend(stage.iter().map(|at| self.hooks.members[at.0].number));
             }
             changed = merged.value.or(changed);
             // The innermost first, as they are left in order.
@@ -252,10 +261,13 @@ impl<'py> Stages<'_, 'py> {
                 break;
             };
             let in_batch = self.in_batch(py, *first)?;
-            let failed = self.with_parts(py, &stage, |parts| in_batch.check_parts(parts, value))?;
+            let mut concerned = stage.clone();
+            concerned.retain(|at| self.has_tokens(*at));
+            let check = |parts: &[MergedPart<'_, '_>]| in_batch.check_parts(parts, value);
+            let failed = self.with_parts(py, &concerned, check)?;
             fine &= failed.is_empty();
             for (number, error) in failed {
-                let at = stage[number];
+                let at = concerned[number];
                 let (entry, owner) = (self.entry(at), Some(self.owner(py, at.0)));
                 let run = self.run;
                 let _counted = Owned { entry, owner, run }.enter(inside);

@@ -16,6 +16,7 @@ use crate::hooks::site::annotate;
 use crate::rows::batch::BatchBase;
 use crate::rows::calls::memory::{BlockCopies, SharedMemory, is_expanded};
 use crate::rows::calls::merging::{InBatch, of_hook};
+use crate::rows::calls::stand_ins::{Pair, StandIns};
 use crate::rows::layout::Layout;
 use crate::rows::member::Member;
 use crate::rows::numbers::Rows;
@@ -97,6 +98,12 @@ impl<'a, 'py> Narrowed<'a, 'py> {
         self.given.iter().find(|given| given.whole.is(whole))
     }
 
+    /// Returns the tensor of the batch whose rows a tensor is.
+    fn whole_of(&self, tensor: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+        let given = self.given.iter().find(|given| given.tensor.is(tensor));
+        given.map(|given| given.whole.clone())
+    }
+
     /// Records that a hook ran, and its result.
     pub fn note(
         &mut self,
@@ -126,6 +133,8 @@ struct Changed<'a, 'py> {
     member: usize,
     hook: &'a Entry<Hook>,
     rows: Bound<'py, PyAny>,
+    /// The tensor of the batch whose rows it returned, if it did.
+    whole: Option<Bound<'py, PyAny>>,
 }
 
 /// A value of the whole batch, and the rows of it that members changed.
@@ -141,6 +150,8 @@ pub struct Value<'a, 'py> {
     grad: bool,
     /// Tensors that share memory, once they are needed.
     shared: Option<SharedMemory<'py>>,
+    /// Arguments of the call that members replaced.
+    pub stand_ins: Option<&'a StandIns>,
     lent: Vec<Lent<'py>>,
     changes: Vec<Vec<Changed<'a, 'py>>>,
 }
@@ -162,6 +173,7 @@ impl<'a, 'py> Value<'a, 'py> {
             describe,
             grad: torch::is_grad_enabled(whole.py())?,
             shared: None,
+            stand_ins: None,
             lent: Vec::new(),
             changes: Vec::new(),
         })
@@ -220,7 +232,8 @@ impl<'a, 'py> Value<'a, 'py> {
         } else {
             needs.python
         };
-        let copies = rows.copies() || kept || (needs.python && self.grad);
+        let paired = self.stand_ins.is_some_and(|it| it.has_pairs(member));
+        let copies = rows.copies() || kept || (needs.python && (self.grad || paired));
         if copies && needs.python && self.shared.is_none() {
             let both = [Some(self.whole), self.beside].into_iter().flatten();
             self.shared = Some(SharedMemory::among(
@@ -345,6 +358,7 @@ impl<'a, 'py> Value<'a, 'py> {
             of_tensor.extend(rows.map(|rows| Changed {
                 member: narrowed.member,
                 hook,
+                whole: narrowed.whole_of(&rows),
                 rows,
             }));
         }
@@ -415,7 +429,13 @@ impl<'a, 'py> Value<'a, 'py> {
         let mut written = Vec::new();
         for given in &narrowed.given {
             // A view is written in the tensor of the batch itself.
-            if (given.narrowed && !given.copied) || !given.written()? {
+            if given.narrowed && !given.copied {
+                if let Some(stand_ins) = self.stand_ins {
+                    stand_ins.touch(&given.whole);
+                }
+                continue;
+            }
+            if !given.written()? {
                 continue;
             }
             if !given.narrowed {
@@ -436,6 +456,8 @@ impl<'a, 'py> Value<'a, 'py> {
                 .shared
                 .as_ref()
                 .is_some_and(|it| it.apart(&given.whole));
+            let paired = |it: &StandIns| it.is_paired(&given.whole, narrowed.member);
+            let apart = apart || self.stand_ins.is_some_and(paired);
             if apart && given.version.is_none() && self.is_same(given, narrowed)? {
                 continue;
             }
@@ -501,17 +523,28 @@ impl<'a, 'py> Value<'a, 'py> {
         narrowed: &Narrowed<'a, 'py>,
         wrote: &Entry<Hook>,
     ) -> PyResult<()> {
-        if self.grad && (is_saved(&given.whole)? || self.is_saved_inside(&given.whole)?) {
-            return Err(self.error(
-                wrote,
-                "writes in place to a tensor that autograd has saved for its backward: return the \
-                 new value",
-            ));
+        let originals = self
+            .stand_ins
+            .map(|it| it.originals(&given.whole, narrowed.member));
+        let originals = originals.unwrap_or_default();
+        let wholes = || originals.iter().chain([&given.whole]);
+        for whole in wholes() {
+            if self.grad && (is_saved(whole)? || self.is_saved_inside(whole)?) {
+                return Err(self.error(
+                    wrote,
+                    "writes in place to a tensor that autograd has saved for its backward: return \
+                     the new value",
+                ));
+            }
         }
-        let written = narrowed
-            .rows
-            .write(&given.whole, self.layout.dim, &given.tensor);
-        written.inspect_err(|error| self.note(wrote, error))
+        for whole in wholes() {
+            let written = narrowed.rows.write(whole, self.layout.dim, &given.tensor);
+            written.inspect_err(|error| self.note(wrote, error))?;
+            if let Some(stand_ins) = self.stand_ins {
+                stand_ins.note_written(whole)?;
+            }
+        }
+        Ok(())
     }
 
     /// True if an operation of the module, between its arguments and its output, has saved a tensor
@@ -572,6 +605,64 @@ impl<'a, 'py> Value<'a, 'py> {
             }
         }
         Ok(None)
+    }
+
+    /// Adds the arguments that others stand for in a value merged from this one.
+    pub fn add_stand_ins(
+        &self,
+        merged: &Bound<'py, PyAny>,
+        stand_ins: &mut StandIns,
+    ) -> PyResult<()> {
+        let mut found = Vec::new();
+        for_each_pair(self.whole, merged, &mut |was, now| {
+            found.push((was.clone(), now.clone()));
+            Ok(())
+        })?;
+        let nothing = Vec::new();
+        let changes = |at: usize| self.changes.get(at).unwrap_or(&nothing);
+        for (at, (was, now)) in found.iter().enumerate() {
+            if !now.is(was) {
+                let replaced = changes(at).iter().map(|it| it.member).collect();
+                stand_ins.add(was, now, self.layout, replaced)?;
+            }
+        }
+        for member in 0..self.batch.all().len() {
+            let rows = self.layout.rows(self.batch.all(), member);
+            // Of each argument, the tensor that it is for the member.
+            let of_member = |at: usize| {
+                let mut own = changes(at).iter().filter(|it| it.member == member);
+                let own = own.next().map(|it| it.whole.as_ref().unwrap_or(&it.rows));
+                own.unwrap_or(&found[at].0)
+            };
+            for one in 0..found.len() {
+                for other in 0..one {
+                    let (own, now) = (
+                        [one, other].map(of_member),
+                        [one, other].map(|at| &found[at].1),
+                    );
+                    let address = Facts::address_of_storage(own[0])?;
+                    let shares = own[0].is(own[1])
+                        || (address.is_some() && address == Facts::address_of_storage(own[1])?);
+                    let apart =
+                        Facts::address_of_storage(now[0])? != Facts::address_of_storage(now[1])?;
+                    if rows.len() > 0
+                        && shares
+                        && apart
+                        && self.layout.covers(now[0])?
+                        && self.layout.covers(now[1])?
+                    {
+                        stand_ins.add_pair(Pair {
+                            member,
+                            tensors: now.map(|it| it.clone().unbind()),
+                            rows: rows.clone(),
+                            dim: self.layout.dim,
+                            same: own[0].is(own[1]),
+                        });
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Writes the changed rows to copies; `writing`: the member whose rows are written.
