@@ -206,6 +206,8 @@ class Case:
     """Rows of an unowned tensor in the output of module `b`, or a few more; 0 for none."""
     asks: bool = False
     """Positions are the model call's."""
+    readers: int = 0
+    """Threads that read the captures of all members while each step runs."""
     whole: tuple[Hook, ...] = ()
     """Hooks of everybody."""
     members: tuple[Member, ...] = ()
@@ -234,7 +236,7 @@ class Case:
         return "\n".join(lines)
 
 
-_SHOWN = ("dim", "columns", "in_place", "alias", "grads", "sites", "table", "asks")
+_SHOWN = ("dim", "columns", "in_place", "alias", "grads", "sites", "table", "asks", "readers")
 
 
 def shown(value: Any) -> str:
@@ -322,7 +324,8 @@ class Dice:
             and not any(each.kind == "interrupt" for each in hooks_of(case, steps))
             and self.some(0.3)
         )
-        return dataclasses.replace(case, grads=grads, steps=tuple(steps))
+        readers = pick.choice((0, 0, 1, 2))
+        return dataclasses.replace(case, grads=grads, steps=tuple(steps), readers=readers)
 
     def members(self, case: Case, positioned: bool, quiet: bool) -> tuple[Member, ...]:
         pick = self.random

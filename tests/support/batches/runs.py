@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ from support.batches.cases import (
 )
 from support.batches.oracle import Seen, gradient, outcomes
 from support.internals import instrumented
-from support.threads import in_thread
+from support.limits import LIMIT
+from support.threads import Together, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -786,7 +787,8 @@ def _difference(case: Case) -> str | None:
             context = contextlib.nullcontext() if case.grads else torch.no_grad()
             with context:
                 run = Run(case)
-                steps = [run.step(number, step) for number, step in enumerate(case.steps)]
+                with Readers(run) as readers:
+                    steps = [readers.step(number, step) for number, step in enumerate(case.steps)]
             if run.violations:
                 return run.violations[0]
             nearest, wrong = -1, None
@@ -814,6 +816,61 @@ def _difference(case: Case) -> str | None:
         if run is not None:
             with contextlib.suppress(BaseException):
                 run.close()
+
+
+class Readers:
+    """Threads that read the captures of all members while each step of a run goes on."""
+
+    READS = 3
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.barrier = threading.Barrier(run.case.readers + 1)
+        self.interval = sys.getswitchinterval()
+
+    def __enter__(self) -> Self:
+        self.together = Together(*[self.read] * self.run.case.readers)
+        if self.run.case.readers:
+            sys.setswitchinterval(1e-6)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.setswitchinterval(self.interval)
+        self.barrier.abort()
+        self.together.join()
+
+    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:
+        with contextlib.suppress(threading.BrokenBarrierError):  # a reader failed: `join` raises
+            self.barrier.wait(LIMIT)
+        return self.run.step(number, step)
+
+    def read(self) -> None:
+        while True:
+            try:
+                self.barrier.wait(LIMIT)
+            except threading.BrokenBarrierError:
+                return  # the run has ended
+            try:
+                for member in self.run.members * self.READS:
+                    self.look(member)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+    def look(self, member: Any) -> None:
+        """Reads all that a member captured so far: what it is stands in `judge`, at the end."""
+        if isinstance(member, fh.Scope) and not isinstance(member, fh.Request):
+            return
+        try:
+            names = [*member.acts]
+        except fh.HookError:
+            return  # of a capture that is in no batch yet
+        for name in names:
+            with contextlib.suppress(fh.StaleActivationError):
+                flat(member.acts[name])
+            if isinstance(member, fh.Request):
+                with contextlib.suppress(fh.HookError):  # of a batch without positions
+                    member.positions(name)
 
 
 # --- Smallest cases -----------------------------------------------------------------------------
@@ -859,6 +916,7 @@ def smaller(case: Case) -> Iterator[Case]:
             )
             yield replaced(case, members=tuple(members))
     usual = {"in_place": False, "alias": False, "grads": False, "sites": False, "table": 0}
+    usual["readers"] = 0
     yield from plainer(case, **usual, dtype=torch.float32)
 
 
