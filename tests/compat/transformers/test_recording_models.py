@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import io
 import itertools
 import os
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 transformers = pytest.importorskip("transformers")
-architectures = pytest.importorskip("instrumentation.test_architectures")
+architectures = importlib.import_module("attach.test_architectures")
 their_capturing = pytest.importorskip("transformers.utils.output_capturing")
 
 
