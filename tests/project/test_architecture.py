@@ -481,3 +481,14 @@ def test_a_class_name_is_defined_once() -> None:
     twice = {name: sorted(found) for name, found in files.items() if len(found) > 1}
     twice.pop("HookError")  # mi_crow's own class of that name is part of its interface
     assert not twice
+
+
+def test_what_is_taken_from_a_module_by_its_name_is_there() -> None:
+    taken = re.compile(r'import_module\("(ferrohook[\w.]*)"\)\.(\w+)')
+    sources = [path.read_text() for path in (ROOT / "python/ferrohook").rglob("*.py")]
+    found = {match for source in sources for match in taken.findall(source)}
+    assert found
+    for module, name in found:
+        path = ROOT / "python" / f"{module.replace('.', '/')}.py"
+        names = [getattr(node, "name", "") for node in ast.parse(path.read_text()).body]
+        assert name in names, f"{module} has no {name}"

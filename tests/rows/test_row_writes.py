@@ -255,7 +255,7 @@ def test_an_argument_that_another_member_replaced_is_written_where_it_was(
 ) -> None:
     """By the module, for rows of nobody too, and by hooks of the other member."""
     if writer == "module" and mode == "inference":
-        pytest.skip("torch counts no writes in inference mode: docs/batches.md")
+        pytest.skip("torch counts no writes in inference mode: docs/rows.md")
     model = Reused(nn.ReLU(inplace=True) if writer == "module" else nn.Identity())
     replace = fh.Scale(3.0) if replaces == "native" else lambda _m, args: (args[0] * 3,)
     plans = [

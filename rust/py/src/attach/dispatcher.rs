@@ -53,6 +53,8 @@ pub struct Dispatcher {
     of_copy: AtomicBool,
     /// True if the module is a shallow copy: it shares the hooks of the original.
     shares_hooks: bool,
+    /// Key of the guard among torch's pre-hooks, if the module keeps its class.
+    pub guard: Mutex<Option<Py<PyAny>>>,
     /// Attachments of hooks that were registered for everybody.
     pub for_everybody: Releases,
 }
@@ -128,6 +130,7 @@ impl Dispatcher {
             explicit: AtomicUsize::new(0),
             of_copy: AtomicBool::new(false),
             shares_hooks: false,
+            guard: Mutex::default(),
             for_everybody: Releases::default(),
         }
     }

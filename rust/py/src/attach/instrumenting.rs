@@ -54,13 +54,12 @@ fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResu
     if kept_call_in(state)?.is_some() {
         state.del_item(intern!(py, KeptCall::KEY))?;
     }
-    // Only a module that keeps its class has a guard. None: another library removed all hooks.
-    let hooks = pre_hooks(state)?;
-    for item in hooks.call_method0(intern!(py, "items"))?.try_iter()? {
-        let (id, hook) = item?.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
-        if hook.is_instance_of::<KeptGuard>() {
+    let guard = dispatcher_in(state)?.and_then(|dispatcher| dispatcher.get().guard.lock().take());
+    if let Some(id) = guard {
+        let hooks = pre_hooks(state)?;
+        // False: another library removed all hooks.
+        if hooks.contains(&id)? {
             hooks.del_item(id)?;
-            break;
         }
     }
     state.del_item(intern!(py, Dispatcher::KEY))?;
@@ -261,7 +260,10 @@ impl<'py> MadeClass<'py> {
             return Ok(());
         }
         match &self.kept_call {
-            Some(kept_call) => keep_class(module, state, kept_call, &self.class),
+            Some(kept_call) => {
+                *dispatcher.get().guard.lock() = Some(self.class.clone().unbind());
+                keep_class(module, state, kept_call, &self.class)
+            }
             None => set_class(module, &self.class),
         }
         .or_else(|error| state.del_item(key).and(Err(error)))
