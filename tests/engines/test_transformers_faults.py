@@ -25,9 +25,9 @@ NOWHERE = "no call"
 PACKAGE = str(Path(fh.__file__).parent)
 UNGUARDED = {
     *("replaced", "_shares", "_complete", "get_model_kwargs", "sample"),
-    *("_failing", "_reject", "_give"),
+    *("_failing", "_fail_all", "_reject", "_give"),
 }
-"""What puts the guards around the rest, and what runs after a fault."""
+"""Functions that put the guards around the rest, and functions that run after a fault."""
 STEERED = Job([5, 6, 7, 8], (Change(1, fh.Add(torch.ones(WIDTH)), "generated"),), ("model.norm",))
 KEPT = Job([9, 10, 11], kept=("model.layers.0",))
 PLAIN = Job([12, 13])

@@ -119,7 +119,9 @@ def run(options: argparse.Namespace) -> int:
     model = models.load(options.model, trust=options.trust).eval()
     models.move(model, options.device)
     batches = _Batches(model, options)
-    failing = failing_as("the model failed", " (--traceback shows where)")
+    failing = failing_as(
+        "the model failed", " (--traceback shows where)", own=(fh.HookError, OSError)
+    )
     with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"), failing:
         done = fh.collect(
             model,

@@ -31,11 +31,19 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def failing_as(what: str, hint: str = "") -> Iterator[None]:
-    """Raises a foreign exception of a block as a `UserError`: what failed, why, and a hint."""
+def failing_as(
+    what: str, hint: str = "", *, own: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raises a foreign exception of a block as a `UserError`: what failed, why, and a hint.
+
+    Args:
+        what: what failed.
+        hint: end of the message.
+        own: exceptions that say themselves what failed; they pass.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, *own):  # type: ignore[misc]  # (mypy has no unpacking here)
         raise
     except (Exception, SystemExit) as error:
         reasons = "; ".join([describe(error), *getattr(error, "__notes__", ())])

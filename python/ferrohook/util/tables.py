@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from abc import ABC, abstractmethod
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,12 +143,12 @@ def html_table(lines: Iterable[Sequence[str]]) -> str:
     return f"<table>\n{thead}\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
-class Printed:
+class Printed(ABC):
     """Base of results that print themselves as a table of numbers, and show it in notebooks."""
 
+    @abstractmethod
     def _cells(self) -> Sequence[Sequence[str]]:
         """Returns the lines of the table, the headings first."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return text_table(self._cells(), right=None)

@@ -419,9 +419,15 @@ class Attached:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-            _LOG.exception("ferrohook failed in a step of the engine: requests with plans fail")
-            for request_id in self._planned.ids() if request_ids is None else request_ids:
-                self._reject(request_id, error)
+            self._fail_all(error, request_ids)
+
+    def _fail_all(self, error: Exception, request_ids: Iterable[str] | None = None) -> None:
+        """Fails requests for a fault of ours; None: all that have a plan."""
+        _LOG.error(
+            "ferrohook failed in a step of the engine: requests with plans fail", exc_info=error
+        )
+        for request_id in self._planned.ids() if request_ids is None else request_ids:
+            self._reject(request_id, error)
 
     def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
         processor = original()
@@ -543,7 +549,7 @@ class Attached:
     ) -> Any:
         """Passes a layer's keys and values on to the cache."""
         keys, values = key_states, value_states
-        with self._failing():
+        try:  # not `_failing`: each layer of each step comes here
             module = self._cached.get(layer_idx)
             if module is not None:
                 keys, values = pass_ahead(module, keys, values, kwargs)
@@ -551,6 +557,8 @@ class Attached:
                 what = f"keys or values of layer {layer_idx}"
                 keys = self._cleaning.clean(keys, 2, what)
                 values = self._cleaning.clean(values, 2, what)
+        except Exception as error:  # noqa: BLE001 (as in `_failing`)
+            self._fail_all(error)
         return original(keys, values, layer_idx, kwargs=kwargs)
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:

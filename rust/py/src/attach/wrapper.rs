@@ -67,6 +67,7 @@ impl HookedBase {
         if forward && keeps_state_in_torch_hooks(hook)? {
             return inner.call_method(format!("register_{phase}_hook"), (hook,), options);
         }
+        // Most hooks: without a call by Python, which takes as long as the registering.
         if options.is_none() && prepend.is_empty() {
             let (placement, options) = (Placement::default(), OnError::Raise.into());
             let audience = Audience::of_caller(py, None)?;

@@ -59,7 +59,7 @@ pub trait Between<'py> {
 /// State that hooks of others keep from one phase of a call to the next.
 pub trait Kept: Any {
     /// Takes note of what happened since they ran; called when the call ends too.
-    fn settle(&self, py: Python<'_>) -> PyResult<()>;
+    fn write_back(&self, py: Python<'_>) -> PyResult<()>;
 }
 
 /// The slot of such a frame.

@@ -100,10 +100,13 @@ impl<'py> Call<'_, 'py> {
         }
         let ran = self.run_module(target);
         let output = self.run_after(target, ran)?;
-        match self.kept {
-            None => Ok(output),
-            Some(kept) => kept.settle(self.module.py()).map(|()| output),
-        }
+        self.write_back().map(|()| output)
+    }
+
+    /// Writes what was written to kept arguments into the tensors that they stand for.
+    pub fn write_back(&self) -> PyResult<()> {
+        let kept = self.kept.as_ref();
+        kept.map_or(Ok(()), |kept| kept.write_back(self.module.py()))
     }
 
     /// Runs the call from the module's output to its return value.

@@ -24,7 +24,7 @@ pub struct Hook {
     module: Option<Box<ForModule>>,
 }
 
-/// What few hooks need.
+/// Parts that few hooks have.
 struct Rare {
     /// Has the module timed while the hook is registered.
     _times: Option<Watch<Hook>>,

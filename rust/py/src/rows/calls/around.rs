@@ -66,7 +66,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         target: &Target<'_, 'py>,
     ) -> PyResult<()> {
         let (py, batch) = (call.module.py(), self.batch.get());
-        settle(call)?;
+        call.write_back()?;
         let before = value::arguments(call)?;
         for (_, entries) in self.in_gap(gap) {
             // The guard of a plan is present, so this is a call of the plan's model.
@@ -130,7 +130,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let batch = self.batch.get();
-        settle(call)?;
+        call.write_back()?;
         let (layout, covered) = if let Some(value) = output {
             layout_of(batch, call, value, output)?
         } else {
@@ -170,12 +170,6 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         }
         Ok(more.or(changed))
     }
-}
-
-/// Brings the arguments up to date for which others stand.
-fn settle(call: &Call<'_, '_>) -> PyResult<()> {
-    let kept = call.kept.as_ref();
-    kept.map_or(Ok(()), |kept| kept.settle(call.module.py()))
 }
 
 /// Finds the rows of a value of a call, and whether it has them.

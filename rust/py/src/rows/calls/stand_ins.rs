@@ -15,6 +15,7 @@ use crate::error::rows_error;
 use crate::rows::batch::BatchBase;
 use crate::rows::layout::Layout;
 use crate::rows::numbers::Rows;
+use crate::torch::facts::Facts;
 use crate::torch::tensors::version_if_any;
 
 /// Replaced arguments of a call.
@@ -40,13 +41,13 @@ struct StandIn {
 }
 
 /// Two arguments that share memory for a member, and not in the batch.
-pub struct Pair {
-    pub member: usize,
-    pub tensors: [Py<PyAny>; 2],
-    pub rows: Rows,
-    pub dim: usize,
+struct Pair {
+    member: usize,
+    tensors: [Py<PyAny>; 2],
+    rows: Rows,
+    dim: usize,
     /// True if they are one tensor for the member.
-    pub same: bool,
+    same: bool,
 }
 
 impl StandIns {
@@ -108,8 +109,42 @@ impl StandIns {
         Ok(())
     }
 
-    pub fn add_pair(&mut self, pair: Pair) {
-        self.pairs.push(pair);
+    /// Adds the pairs among arguments that share memory for a member, and not in the batch.
+    /// `of_member`: the argument, by its place, that a member has by itself.
+    pub fn add_pairs<'py>(
+        &mut self,
+        now: &[&Bound<'py, PyAny>],
+        layout: &Layout,
+        of_member: impl Fn(usize, usize) -> Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let pairs = (0..now.len()).flat_map(|one| (0..one).map(move |other| (one, other)));
+        for (one, other) in pairs {
+            let address = Facts::address_of_storage(now[one])?;
+            if address == Facts::address_of_storage(now[other])?
+                || !layout.covers(now[one])?
+                || !layout.covers(now[other])?
+            {
+                continue;
+            }
+            let batch = self.batch.get();
+            for member in 0..batch.all().len() {
+                let rows = layout.rows(batch.all(), member);
+                let own = [of_member(member, one), of_member(member, other)];
+                let same = own[0].is(&own[1]);
+                let address = Facts::address_of_storage(&own[0])?;
+                let shares = address.is_some() && address == Facts::address_of_storage(&own[1])?;
+                if rows.len() > 0 && (same || shares) {
+                    self.pairs.push(Pair {
+                        member,
+                        tensors: [now[one], now[other]].map(|it| it.clone().unbind()),
+                        rows: rows.clone(),
+                        dim: layout.dim,
+                        same,
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// True if a member has arguments that share memory for it alone.
@@ -165,7 +200,7 @@ impl StandIn {
 }
 
 impl Kept for StandIns {
-    fn settle(&self, py: Python<'_>) -> PyResult<()> {
+    fn write_back(&self, py: Python<'_>) -> PyResult<()> {
         let members = self.batch.get().all();
         for pair in self.pairs.iter().filter(|pair| pair.same) {
             let [one, other] = &pair.tensors;

@@ -16,7 +16,7 @@ use crate::hooks::site::annotate;
 use crate::rows::batch::BatchBase;
 use crate::rows::calls::memory::{BlockCopies, SharedMemory, is_expanded};
 use crate::rows::calls::merging::{InBatch, of_hook};
-use crate::rows::calls::stand_ins::{Pair, StandIns};
+use crate::rows::calls::stand_ins::StandIns;
 use crate::rows::layout::Layout;
 use crate::rows::member::Member;
 use crate::rows::numbers::Rows;
@@ -626,43 +626,13 @@ impl<'a, 'py> Value<'a, 'py> {
                 stand_ins.add(was, now, self.layout, replaced)?;
             }
         }
-        for member in 0..self.batch.all().len() {
-            let rows = self.layout.rows(self.batch.all(), member);
-            // Of each argument, the tensor that it is for the member.
-            let of_member = |at: usize| {
-                let mut own = changes(at).iter().filter(|it| it.member == member);
-                let own = own.next().map(|it| it.whole.as_ref().unwrap_or(&it.rows));
-                own.unwrap_or(&found[at].0)
-            };
-            for one in 0..found.len() {
-                for other in 0..one {
-                    let (own, now) = (
-                        [one, other].map(of_member),
-                        [one, other].map(|at| &found[at].1),
-                    );
-                    let address = Facts::address_of_storage(own[0])?;
-                    let shares = own[0].is(own[1])
-                        || (address.is_some() && address == Facts::address_of_storage(own[1])?);
-                    let apart =
-                        Facts::address_of_storage(now[0])? != Facts::address_of_storage(now[1])?;
-                    if rows.len() > 0
-                        && shares
-                        && apart
-                        && self.layout.covers(now[0])?
-                        && self.layout.covers(now[1])?
-                    {
-                        stand_ins.add_pair(Pair {
-                            member,
-                            tensors: now.map(|it| it.clone().unbind()),
-                            rows: rows.clone(),
-                            dim: self.layout.dim,
-                            same: own[0].is(own[1]),
-                        });
-                    }
-                }
-            }
-        }
-        Ok(())
+        let of_member = |member: usize, at: usize| {
+            let mut own = changes(at).iter().filter(|it| it.member == member);
+            let own = own.next().map(|it| it.whole.as_ref().unwrap_or(&it.rows));
+            own.unwrap_or(&found[at].0).clone()
+        };
+        let now: Vec<_> = found.iter().map(|(_, now)| now).collect();
+        stand_ins.add_pairs(&now, self.layout, of_member)
     }
 
     /// Writes the changed rows to copies; `writing`: the member whose rows are written.
