@@ -93,7 +93,7 @@ nightly: build $(VENV)/test $(VENV)/release ## Every lane whole, one table for t
 vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU; RUNNER=v2, RELEASE=0.33.0
 	RUNNER=$(RUNNER) RELEASE=$(RELEASE) script/vllm
 
-sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU; RELEASE=0.5.22
+sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU
 	RELEASE=$(RELEASE) script/sglang
 
 quantities: build $(VENV)/test $(VENV)/models ## Quantities of all language models of transformers, against their golden file

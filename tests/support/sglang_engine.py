@@ -57,14 +57,9 @@ class Local:
         args = ServerArgs(model_path=str(folder), **(OPTIONS | options))
         args.resolve_once()
         args.check_server_args()
-        if hasattr(runtime_context, "SpawnRanks"):
-            ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
-            runtime_context.publish(args, role="scheduler", ranks=ranks)
-            self.scheduler = Scheduler(args, PortArgs.init_new(args))
-        else:  # 0.5.20
-            runtime_context.publish(args, role="scheduler")
-            ranks = [0] * 6  # GPU, TP, MoE, PP, attention, MoE
-            self.scheduler = Scheduler(args, PortArgs.init_new(args), *ranks, None)
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
+        self.scheduler = Scheduler(args, PortArgs.init_new(args))
         self.sent: list[Any] = []
         sink = _Sink(self.sent)
         self.scheduler.output_streamer.send_to_detokenizer = sink

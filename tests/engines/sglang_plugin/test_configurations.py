@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,6 @@ def test_random_requests(
     environment: dict[str, str],
     request: pytest.FixtureRequest,
 ) -> None:
-    if version("sglang") == "0.5.20":
-        # Its allocator of pages is a Triton kernel, which no CPU runs.
-        options = {name: each for name, each in options.items() if name != "page_size"}
     number = request.config.getoption("requests") or 40
     command = [sys.executable, "-W", "ignore", "-m", "support.sglang_random", "--kind", kind]
     command += ["--requests", str(number), "--options", json.dumps(options)]

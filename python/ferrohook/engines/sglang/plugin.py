@@ -50,9 +50,6 @@ def register() -> None:
         ("managers.tokenizer_manager.TokenizerManager.generate_request", generating, "AROUND"),
         ("managers.tokenizer_manager.TokenizerManager.update_request_meta_info", encode, "BEFORE"),
     )
-    cache = importlib.import_module("sglang.srt.mem_cache.common")
-    if hasattr(cache, "maybe_cache_unfinished_req"):  # before 0.5.22
-        _register(("mem_cache.common.maybe_cache_unfinished_req", _caching, "BEFORE"))
 
 
 def _register(*hooks: tuple[str, Any, str]) -> Any:
@@ -114,13 +111,6 @@ def _describing(state: Any, scheduler: Any, question: Any) -> None:
 
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
     return 0 if getattr(req, "ferrohook_rereads", False) else limit
-
-
-def _caching(req: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """Lets a prompt go on after a chunk that is kept out of the cache, as its plan failed."""
-    if req.skip_radix_cache_insert and getattr(req, "ferrohook", None) is not None:
-        chunks = importlib.import_module("sglang.srt.mem_cache.chunk_cache")
-        chunks.ChunkCache.cache_unfinished_req(tree_cache, req)
 
 
 def _batched(forward_batch: Any, _class: type, batch: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """The residual stream after a layer, which SGLang keeps beside its layers.
 
-Since 0.5.22 a layer returns its last contribution, and the engine adds it to the stream as the next
+A layer returns its last contribution, and the engine adds it to the stream as the next
 layer begins. A hook point in each layer sees the stream; where it changes that, the contribution is
 replaced in place, so that it yields the changed stream. All else stays as it is, bit for bit.
 """
@@ -28,7 +28,7 @@ POINT: Final = "ferrohook_stream"
 def stream_layers(model: nn.Module, forward: Callable[[], object]) -> list[str]:
     """Returns the layers whose output is a contribution, by one forward.
 
-    None in releases whose layers return the hidden state and the residual.
+    None if layers return the hidden state and the residual.
     """
     found: list[str] = []
 

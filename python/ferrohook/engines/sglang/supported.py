@@ -10,7 +10,7 @@ from ferrohook.engines.support import Capabilities
 CAPABILITIES: Final = Capabilities(
     engine="sglang",
     version=importlib.metadata.version("sglang"),
-    tried=("0.5.20", "0.5.22", "0.5.23"),
+    tried=("0.5.23",),
     served=(
         "interventions and captures of a request, at positions",
         "any module that runs once per forward",

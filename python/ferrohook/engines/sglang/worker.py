@@ -12,7 +12,6 @@ import secrets
 import sys
 import weakref
 from array import array
-from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -197,8 +196,6 @@ class SchedulerWorker(EngineWorker):
         """Runs requests of the scheduler's process to their ends."""
         scheduler, streamer = self._scheduler, self._scheduler.output_streamer
         sender, streamer.send_to_detokenizer = streamer.send_to_detokenizer, _Nowhere()
-        if not hasattr(scheduler, "result_queue"):
-            scheduler.result_queue = deque()  # its loop makes one, and 0.5.20 asks for it before
         try:
             for req in reqs:
                 scheduler.init_req_max_new_tokens(req)
