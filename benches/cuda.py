@@ -131,7 +131,7 @@ def graphs(device: str) -> dict[str, Sampler]:
         replay, plain_out = recorded(plain, x, device)
         replay_sited, out = recorded(sited, same, device)
 
-        def steered() -> None:
+        def steered(_model: nn.Module = sited) -> None:  # a plan does not keep its model alive
             rows = {plan.open(): slice(at * each, (at + 1) * each) for at in range(REQUESTS)}
             with fh.batch(rows, size=len(x)):
                 replay_sited()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,34 +49,29 @@ def test_copies_in_inference_mode_are_complete_when_they_are_read() -> None:
 
 
 @pytest.mark.cuda
-def test_copies_share_a_bounded_stage_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_have_a_bounded_part_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ferrohook.util.host_copies.MOST_PINNED", 4 * 48)
-    pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most, empty_like = 0, torch.empty_like
-
-    def make(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        nonlocal most
-        made = empty_like(*args, pin_memory=pin_memory, **options)
-        if pin_memory:
-            pinned.add(made)
-            most = max(most, len(pinned))
-        return made
-
-    monkeypatch.setattr(torch, "empty_like", make)
     model = nn.Linear(4, 4)
     inputs = [torch.randn(3, 4) for _ in range(20)]
     expected = [model(x) for x in inputs]
     model = model.cuda()
-    with torch.no_grad(), fh.capture(model, "", device="cpu", calls="all") as acts:
-        for x in inputs:
-            model(x.cuda())
-        with fh.capture(model, "", device="cpu") as last:  # nobody reads the first of its calls
+
+    def copies() -> list[Tensor]:
+        with torch.no_grad(), fh.capture(model, "", device="cpu", calls="all") as acts:
             for x in inputs:
                 model(x.cuda())
-    assert most <= 5
-    assert all(map(torch.allclose, acts[""], [*expected, *expected]))
-    assert torch.allclose(last[""], expected[-1])
-    assert not pinned
+        return list(acts[""])
+
+    first = copies()
+    second = copies()  # while the first ones are alive
+    assert all(map(torch.allclose, [*first, *second], [*expected, *expected]))
+    assert [each.is_pinned() for each in first] == [True] * 4 + [False] * 16
+    assert not any(each.is_pinned() for each in second)
+    view = first[0][1:]
+    del first
+    assert [each.is_pinned() for each in copies()] == [True] * 3 + [False] * 17
+    del view
+    assert [each.is_pinned() for each in copies()] == [True] * 4 + [False] * 16
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from support.compiling import compiled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from support.gpu import waits
 
 WIDTH = 8
 
@@ -319,16 +317,6 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
                 assert torch.allclose(request.acts["layers.1"], expected[1][own], atol=1e-5)
 
 
-@contextlib.contextmanager
-def without_waits() -> Iterator[None]:
-    """Lets each wait of the host for the GPU raise."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_warm_batch_waits_for_nothing_before_its_rows_are_read(model: Model, keep: bool) -> None:
@@ -342,8 +330,9 @@ def test_a_warm_batch_waits_for_nothing_before_its_rows_are_read(model: Model, k
         requests = [prepared.open() for _ in range(2)]
         for step in range(6):
             rows = {requests[0]: slice(0, 1 + step % 3), requests[1]: [5, 3]}
-            with without_waits() if step > 2 else contextlib.nullcontext(), fh.batch(rows, size=6):
+            with waits() as found, fh.batch(rows, size=6):
                 on_gpu(there)
+            assert step <= 2 or found == []
         assert [each.error for each in requests] == [None, None]
     if keep:
         expected = by_hand(model, x, [(slice(0, 3), vectors), ([5, 3], vectors)])

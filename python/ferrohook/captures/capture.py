@@ -205,7 +205,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
-            through pinned memory, 256 MiB at a time; reading waits for them.
+            into pinned memory, and reading waits for them; beyond 1 GiB of them the host waits.
         dtype: cast floating-point tensors to this dtype.
         slice: part of each tensor to capture, as in `tensor[slice]`. A `PackedSequence` that it
             takes tokens from is captured as the tensor of its data that is left.

@@ -76,9 +76,9 @@ def _change_by(kind: str, x: Tensor, vector: Tensor, numbers: Sequence[Any]) -> 
     if kind == "ablate":
         return x - along * vector
     low, high = numbers
-    # One after the other: `maximum` and `minimum` take a bound of the host on any device.
-    limited = along if low is None else along.clamp(min=low)
-    limited = limited if high is None else limited.clamp(max=high)
+    # A sum takes a number of the host on any device, without a copy; `clamp` takes none.
+    limited = along if low is None else along.clamp(min=torch.zeros_like(along) + low)
+    limited = limited if high is None else limited.clamp(max=torch.zeros_like(along) + high)
     return x + (limited - along) * vector
 
 
