@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
     from ferrohook.engines.planned import PlannedRequests, Result
+    from ferrohook.engines.support import Capabilities
     from ferrohook.plans import Plan, Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
@@ -73,9 +75,13 @@ class EngineWorker:
     An engine derives from it, and answers where its rows, positions and requests are: it calls
     `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, and
     `reconcile` or `retire`.
+
+    Args:
+        capabilities: of the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
         self.refusal = "the model is not loaded"
         """Reason why no plan is served, while `served` is None."""
         self.served: ServedModel | None = None
@@ -103,6 +109,48 @@ class EngineWorker:
             raise HookError(self.refusal)
         return self.served
 
+    def refuse(self, reason: str) -> None:
+        """Serves no plans from now on, for a reason."""
+        if self.served is not None:
+            self.served.planned.forget([*self._admitted])
+        self._admitted.clear()
+        self.served, self.refusal = None, reason
+        _LOG.warning("ferrohook: %s", reason)
+
+    # --- faults ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Runs code that prepares for plans: if it fails, the engine serves without them."""
+        try:
+            yield
+        except HookError as error:
+            self.refuse(str(error))
+        except Exception as error:  # noqa: BLE001 (the engine starts, whatever is wrong here)
+            _LOG.debug("ferrohook failed at the start of the engine", exc_info=error)
+            it = self._capabilities
+            reason = f"{type(error).__name__}: {error}"
+            self.refuse(f"no plans with this model in {it.engine} {it.version}: {reason}")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Runs code of ours in a step, whose faults fail requests with plans, never the engine."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+            _LOG.error(
+                "ferrohook failed in a step of the engine: requests with plans fail",
+                exc_info=error,
+            )
+            for request_id, admitted in self._admitted.items():
+                self.fail(request_id, admitted.digest, error)
+
+    def fail(self, request_id: str, digest: str, error: BaseException) -> None:
+        """Notes the failure of a request's plan, once."""
+        if request_id not in self._failed:
+            self._failed[request_id] = digest
+            self._failures[request_id] = reason_of(error)
+
     # --- requests ----------------------------------------------------------------------------
 
     def admit(
@@ -123,10 +171,9 @@ class EngineWorker:
         served = self.loaded_model()
         prepared = served.planned.plans.find(digest, lambda: served.modules.placed(read()))
         with served.planned.admitting(request_id, prepared):
-            pass
-        captures = self._captures.get(prepared)
-        if captures is None:
-            captures = self._captures[prepared] = served.modules.captures(prepared)
+            captures = self._captures.get(prepared)
+            if captures is None:
+                captures = self._captures[prepared] = served.modules.captures(prepared)
         self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, captures)
 
     def reconcile(self, live: Collection[str]) -> None:
@@ -138,8 +185,9 @@ class EngineWorker:
 
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
         """Closes a request; returns its captures, None for one without a plan."""
-        admitted = self._admitted.pop(request_id, None)
+        admitted = self._admitted.get(request_id)
         result = None if admitted is None else self.loaded_model().planned.retire(request_id)
+        self._admitted.pop(request_id, None)
         return None if admitted is None or result is None else (admitted, result)
 
     # --- steps -------------------------------------------------------------------------------
@@ -154,11 +202,10 @@ class EngineWorker:
             counts: rows of each.
             positions: position of the first row of each.
         """
-        self._spans = []
-        self._from_cache = []
+        self._spans, self._from_cache = [], []
         if not self._admitted:
             return
-        row = 0
+        spans, row = [], 0
         for request_id, count, position in zip(request_ids, counts, positions, strict=True):
             admitted = None if request_id is None else self._admitted.get(request_id)
             rows = int(count)
@@ -168,30 +215,42 @@ class EngineWorker:
                     self._from_cache.append(request_id)
                 admitted.end = first + rows
                 admitted.tokens = max(admitted.tokens, admitted.end)
-                self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
+                spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
             row += rows
+        self._spans = spans
 
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
-        spans = self._spans
-        if spans:
-            self.steps += 1
-            planned = self.loaded_model().planned
-            try:
-                with planned.running(Step(spans, rows)):
-                    yield
-            finally:
-                self._spans = []
-            for span in spans:
-                error = planned.failure_of(span.request_id)
-                if error is not None and span.request_id not in self._failed:
-                    self.fail(span.request_id, self._admitted[span.request_id].digest, error)
-        else:
+        around = contextlib.ExitStack()
+        with self.failing():
+            if self._spans:
+                self.steps += 1
+                step = Step(self._spans, rows)
+                around.enter_context(self.loaded_model().planned.running(step))
+        try:
             yield
-        self._agree()
+        except BaseException:
+            with self.failing():
+                around.__exit__(*sys.exc_info())
+            raise
+        with self.failing():
+            around.close()
+        with self.failing():
+            self._note_failures()
+        self._spans = []
+        with self.failing():
+            self._agree()
         if self._failed:
-            self._fail_sharers()
+            with self.failing():
+                self._fail_sharers()
+
+    def _note_failures(self) -> None:
+        """Notes the requests whose plans failed in the step that ran."""
+        for span in self._spans:
+            error = self.loaded_model().planned.failure_of(span.request_id)
+            if error is not None:
+                self.fail(span.request_id, self._admitted[span.request_id].digest, error)
 
     def _agree(self) -> None:
         """Exchanges failures with other workers of the same rows."""
@@ -219,11 +278,6 @@ class EngineWorker:
                 hidden[rows] = 0
                 clean(rows)
 
-    def fail(self, request_id: str, digest: str, error: BaseException) -> None:
-        """Notes the failure of a request's plan."""
-        self._failed[request_id] = digest
-        self._failures[request_id] = reason_of(error)
-
     def _fail_sharers(self) -> None:
         """Fails requests that begin with keys and values of one whose plan failed.
 
@@ -232,7 +286,7 @@ class EngineWorker:
         digests = {*self._failed.values()}
         for request_id in self._from_cache:
             admitted = self._admitted[request_id]
-            if admitted.changes and admitted.digest in digests and request_id not in self._failed:
+            if admitted.changes and admitted.digest in digests:
                 msg = "its cached prefix may be that of a request whose plan failed: send it again"
                 self.fail(request_id, "", HookError(msg))
 

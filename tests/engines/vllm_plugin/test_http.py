@@ -95,7 +95,7 @@ class Engine:
     async def finish(self) -> None:
         """Ends the request in the front end, in one turn of its event loop."""
         front_end = await connect_async(self)
-        front_end.finished("a-engine", len(self.rows) + 1)
+        front_end.finished("a-engine", len(self.rows) + 1, last=True)
         self.output_processor.request_states.clear()
 
 

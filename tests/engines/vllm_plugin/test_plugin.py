@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -136,9 +137,9 @@ def test_newer_releases(monkeypatch: pytest.MonkeyPatch, version: str, newer: bo
     assert supported.is_newer() == newer
 
 
-def test_an_unknown_model_runner_is_refused() -> None:
-    with pytest.raises(fh.HookError, match=r"object of vLLM .* is an unknown model runner"):
-        runners.attach(object(), config())
+def test_an_unknown_model_runner_serves_no_plans() -> None:
+    reason = r"object of vLLM .* is an unknown model runner"
+    assert re.search(reason, runners.attach(object(), config()).refusal)
 
 
 @pytest.mark.parametrize("again", ["a", ["a"], "*", {"b", "a"}])
@@ -377,6 +378,7 @@ def lay(layers: nn.Module, **options: int) -> RunnerWorker:
     made = config(additional_config={"ferrohook": {"sites": "*", **options}})
     made.model_config.dtype = torch.float32
     worker = RunnerWorker(types.SimpleNamespace(device=torch.device("cpu")), made)
+    worker.options = VllmOptions.of(made)
     worker._lay_sites(layers, ["0", "1", "2"], None, WIDTH)
     return worker
 

@@ -21,7 +21,6 @@ from ferrohook.engines.sglang.front_end import answered, encode, generating, str
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
-from ferrohook.errors import HookError
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_SGLANG"
@@ -60,16 +59,11 @@ def _register(*hooks: tuple[str, Any, str]) -> Any:
 
 
 def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    worker = SchedulerWorker(scheduler)
-    _workers[scheduler] = _workers[scheduler.tp_worker.model_runner] = worker
-    try:
+    worker = _workers[scheduler] = SchedulerWorker(scheduler)
+    with worker.starting():
         CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
+        _workers[scheduler.tp_worker.model_runner] = worker
         worker.load()
-    except HookError as error:
-        worker.refuse(str(error))
-    except Exception as error:  # noqa: BLE001 (of an untried release: it serves without plans)
-        reason = f"{type(error).__name__}: {error}"
-        worker.refuse(f"no plans with this model in sglang {CAPABILITIES.version}: {reason}")
 
 
 def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,21 +73,19 @@ def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any
     except ValueError as error:
         worker.reject(req, str(error))
         return None
-    except Exception as error:  # noqa: BLE001 (the answer of its client)
-        # The scheduler, and all requests with it, would end by an error in what one client sent.
-        _LOG.exception("ferrohook: request %s", req.rid)
-        worker.reject(req, f"the plan could not be read: {type(error).__name__}: {error}")
-        return None
     return original(scheduler, req, *args, **kwargs)
 
 
 def _aborting(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     worker = _workers[scheduler]
-    before = worker.names(scheduler.waiting_queue)
+    before: set[str] = set()
+    with worker.failing():
+        before = worker.names(scheduler.waiting_queue)
     result = original(scheduler, *args, **kwargs)
     # They come to no step and to no answer any more.
-    for name in before - worker.names(scheduler.waiting_queue):
-        worker.retire(name)
+    with worker.failing():
+        for name in before - worker.names(scheduler.waiting_queue):
+            worker.retire(name)
     return result
 
 
@@ -106,7 +98,11 @@ def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None
 def _describing(state: Any, scheduler: Any, question: Any) -> None:
     """Tells what plans may do, where the front end asks for that."""
     if question.rid == NAME:
-        state.internal_state[NAME] = _workers[scheduler].describe()
+        try:
+            described = _workers[scheduler].describe()
+        except Exception as error:  # noqa: BLE001 (the answer: the scheduler goes on)
+            described = {"refusal": f"{type(error).__name__}: {error}"}
+        state.internal_state[NAME] = described
 
 
 def _limiting(limit: int, req: Any, *_args: Any) -> int:

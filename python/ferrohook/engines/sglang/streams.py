@@ -17,6 +17,7 @@ from torch import nn
 from ferrohook.quantity.anatomy.observe import observing
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
@@ -49,11 +50,18 @@ class StreamPoints:
     Args:
         model: the engine's model.
         layers: names of the layers.
+        guard: makes the context in which our code runs in the engine's forward.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[str],
+        guard: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self.wanted: Collection[str] = ()
         """Hook points that requests of the running step see."""
+        self._guard = guard
         self.places = {name: f"{name}.{POINT}" for name in layers}
         if self.places:
             self._residual = importlib.import_module(
@@ -70,15 +78,19 @@ class StreamPoints:
     ) -> Any:
         hidden = original(*args, **kwargs)
         if place in self.wanted:
-            batch = _forward_batch(args, kwargs)
-            stream: Tensor = self._residual.snapshot(hidden, batch)
-            changed = point(stream)
-            if changed is not stream:
-                own = self._residual.complete_output(hidden, batch)
-                before = self._residual.written_residual(batch)
-                added = changed if before is None else changed - before
-                torch.where(changed == stream, own, added, out=own)
+            with self._guard():
+                self._pass(hidden, _forward_batch(args, kwargs), point)
         return hidden
+
+    def _pass(self, hidden: Any, batch: Any, point: nn.Module) -> None:
+        """Passes the stream through a hook point, and writes what changed there into `hidden`."""
+        stream: Tensor = self._residual.snapshot(hidden, batch)
+        changed = point(stream)
+        if changed is not stream:
+            own = self._residual.complete_output(hidden, batch)
+            before = self._residual.written_residual(batch)
+            added = changed if before is None else changed - before
+            torch.where(changed == stream, own, added, out=own)
 
 
 def _forward_batch(args: Any, kwargs: Any) -> Any:

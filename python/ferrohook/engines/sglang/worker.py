@@ -28,7 +28,7 @@ from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
+from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, unpacked
 from ferrohook.engines.worker import EngineWorker, ServedModel, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -69,9 +69,10 @@ class SchedulerWorker(EngineWorker):
     """
 
     def __init__(self, scheduler: Any) -> None:
-        super().__init__()
+        super().__init__(CAPABILITIES)
         self._scheduler = scheduler
-        self._runner = scheduler.tp_worker.model_runner
+        self._reqs: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        """Requests with a plan, by its name."""
         self._wanted_by: tuple[frozenset[Prepared], frozenset[str]] = (frozenset(), frozenset())
         """Plans of the last step, and the hook points that they see."""
         self._slots: Any = None
@@ -90,6 +91,7 @@ class SchedulerWorker(EngineWorker):
         Raises:
             HookError: it serves no plans, with the reason.
         """
+        self._runner = self._scheduler.tp_worker.model_runner
         context = importlib.import_module("sglang.srt.runtime_context")
         if refused := refusals(self._scheduler, context.get_server_args()):
             raise HookError(CAPABILITIES.explain(refused))
@@ -104,7 +106,7 @@ class SchedulerWorker(EngineWorker):
             raise HookError(msg)
         layers = stream_layers(model, self._run_alone)
         modules = observe(model, self._run_alone)
-        self._points = StreamPoints(model, layers)
+        self._points = StreamPoints(model, layers, self.failing)
         modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.served = ServedModel(modules, PlannedRequests(model, size=_MOST_PLANS))
@@ -115,11 +117,6 @@ class SchedulerWorker(EngineWorker):
         self._test_itself(modules)
         self._options = options
         self._admission = Admission(modules, options, secret)
-
-    def refuse(self, reason: str) -> None:
-        """Serves no plans, for a reason."""
-        self.refusal, self.served = reason, None
-        _LOG.warning("ferrohook: %s", reason)
 
     def _look(self, model: nn.Module) -> NamedTensors:
         """Proves the model's quantities, with the hook points of all layers in use."""
@@ -227,13 +224,22 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook = None
         params = getattr(req.sampling_params, "custom_params", None)
         custom = params if isinstance(params, dict) else {}
-        check_salt(req.cache_salt)
-        if custom.get(NAME) is None or req.to_finish is not None:
+        has_plan = custom.get(NAME) is not None
+        if req.to_finish is not None or not (has_plan or req.cache_salt):
             return
         try:
-            self._open(req, custom[NAME], custom.get(VECTORS, ""))
+            check_salt(req.cache_salt)
+            if has_plan:
+                self._open(req, custom[NAME], custom.get(VECTORS, ""))
+        except ValueError:
+            raise
         except HookError as error:
             raise ValueError(str(error)) from error
+        except Exception as error:
+            # The scheduler, and all requests with it, would end by it.
+            _LOG.exception("ferrohook: request %s", req.rid)
+            msg = f"the plan could not be read: {type(error).__name__}: {error}"
+            raise ValueError(msg) from error
 
     def _open(self, req: Any, value: Any, vectors: Any) -> None:
         if self.served is None:
@@ -259,12 +265,14 @@ class SchedulerWorker(EngineWorker):
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
+        salt = self._admission.salt(read, prompt, req.cache_salt)
+        req.ferrohook_rereads = read.reaches_back
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
         # One that is aborted in a queue comes to no step and to no answer any more.
         weakref.finalize(req, self.retire, name).atexit = False
-        salt = self._admission.salt(read, prompt, req.cache_salt)
-        req.ferrohook, req.ferrohook_rereads = name, read.reaches_back
+        self._reqs[name] = req
+        req.ferrohook = name
         if salt is not None:
             req.cache_salt = salt
 
@@ -292,17 +300,19 @@ class SchedulerWorker(EngineWorker):
     @contextlib.contextmanager
     def forward(self, forward_batch: Any) -> Iterator[None]:
         """Enters the batch of a step around its forward."""
-        reqs = getattr(forward_batch, "ferrohook_reqs", None) or ()
-        self.settle(*_rows(forward_batch, reqs))
-        self._slots = forward_batch.out_cache_loc
-        self._points.wanted = self._wanted()
+        rows = 0
+        with self.failing():
+            rows = len(forward_batch.input_ids)
+            self.settle(*_rows(forward_batch))
+            self._slots = forward_batch.out_cache_loc
+            self._points.wanted = self._wanted()
         try:
-            with self.running(len(forward_batch.input_ids)):
+            with self.running(rows):
                 yield
         finally:
             self._points.wanted, self._slots = (), None
         if failed := self.failures():
-            self._note_failed({req.ferrohook: req for req in reqs}, failed)
+            self._note_failed(failed)
 
     def _wanted(self) -> frozenset[str]:
         """Returns the hook points that requests of the settled step see."""
@@ -318,9 +328,10 @@ class SchedulerWorker(EngineWorker):
 
     def _checking(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at the hidden states in front of the logits, the second argument."""
-        if self._spans:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-            self.check_rows(hidden, self._zero)
+        with self.failing():
+            if self._spans:
+                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+                self.check_rows(hidden, self._zero)
 
     def _zero(self, rows: slice) -> None:
         pool = self._runner.token_to_kv_pool
@@ -331,14 +342,14 @@ class SchedulerWorker(EngineWorker):
     def _fail_sharers(self) -> None:
         """Does nothing: a step's keys and values are shared once it has been checked."""
 
-    def _note_failed(self, reqs: dict[str | None, Any], failed: dict[str, str]) -> None:
-        """Notes requests whose plans failed in the step that ran."""
+    def _note_failed(self, failed: dict[str, str]) -> None:
+        """Notes requests whose plans failed, for when the result of their step is processed."""
         for name, reason in failed.items():
-            req = reqs[name]
-            req.skip_radix_cache_insert = True
-            # The token of this step is none: it was computed under a plan that failed.
-            tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
-            req.ferrohook_failed = _Failed(reason, tokens)
+            if (req := self._reqs.get(name)) is not None and name in self._admitted:
+                req.skip_radix_cache_insert = True
+                # The token of this step is none: it was computed under a plan that failed.
+                tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
+                req.ferrohook_failed = _Failed(reason, tokens)
 
     def end_failed(self, reqs: Iterable[Any]) -> None:
         """Ends requests whose plans failed, before the result of their step is processed.
@@ -358,23 +369,27 @@ class SchedulerWorker(EngineWorker):
     def answer(self, reqs: Iterable[Any]) -> None:
         """Attaches captures to finished requests, before they are answered."""
         for req in reqs:
-            name = getattr(req, "ferrohook", None)
-            if name not in self._admitted or not req.finished():
-                continue
-            failed = getattr(req, "ferrohook_failed", None)
-            if failed is not None and req.finished_reason.to_json().get("message") == failed.reason:
-                req.finished_len = min(failed.tokens, len(req.output_ids))
-            ended = self.retire(name)
-            texts = req.output_ids_through_stop
-            aborted = req.finished_reason.to_json()["type"] == "abort"
-            if ended is None or not ended[0].captures or not texts or aborted:
-                continue
-            try:
-                data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
-            except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
-                data = packed({}, {}, error=reason_of(error))
-            parts = [None] * (len(texts) - 1) + [data]
-            req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+            if getattr(req, "ferrohook", None) in self._admitted and req.finished():
+                try:
+                    self._answer(req)
+                except Exception as error:  # noqa: BLE001 (the request's failure)
+                    status = HTTPStatus.INTERNAL_SERVER_ERROR
+                    req.finished_reason, req.finished_len = _abort(reason_of(error), status), 0
+                    with self.failing():
+                        self.retire(req.ferrohook)
+
+    def _answer(self, req: Any) -> None:
+        failed = getattr(req, "ferrohook_failed", None)
+        if failed is not None and req.finished_reason.to_json().get("message") == failed.reason:
+            req.finished_len = min(failed.tokens, len(req.output_ids))
+        ended = self.retire(req.ferrohook)
+        texts = req.output_ids_through_stop
+        aborted = req.finished_reason.to_json()["type"] == "abort"
+        if ended is None or not ended[0].captures or not texts or aborted:
+            return
+        data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
+        parts = [None] * (len(texts) - 1) + [data]
+        req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 
 
 def _vectors(data: Any) -> dict[str, Tensor]:
@@ -434,9 +449,9 @@ def _cloning(plan: Plan) -> Plan:
     )
 
 
-def _rows(forward_batch: Any, reqs: Any) -> tuple[list[str | None], list[int], list[int]]:
+def _rows(forward_batch: Any) -> tuple[list[str | None], list[int], list[int]]:
     """Returns the names of requests in order of their rows, rows of each, and first positions."""
-    names = [req.ferrohook for req in reqs]
+    names = [req.ferrohook for req in getattr(forward_batch, "ferrohook_reqs", None) or ()]
     lengths = forward_batch.seq_lens_cpu
     if lengths is None:
         lengths = forward_batch.seq_lens

@@ -65,15 +65,19 @@ def register() -> None:
     Plans are refused, and nothing else changes, with a release that is older than the tried ones,
     or that lacks a name that is attached to. A newer release has to pass the self-test.
     """
-    if (reason := refusal()) is not None:
-        _LOG.warning("ferrohook: %s", reason)
-        _wrap(_PROCESSOR, functools.partial(_refusing, reason))
-        return
-    for path, function in _AROUND.items():
-        _wrap(path, function)
-    wrapper, _ = _method(_WORKER)
-    for name in ("describe", "put", "drop", "state", "take", "peek", "refuse"):
-        setattr(wrapper, f"ferrohook_{name}", _remote(name))
+    reason = refusal()
+    try:
+        if reason is None:
+            for path, function in _AROUND.items():
+                _wrap(path, function)
+            wrapper, _ = _method(_WORKER)
+            for name in ("describe", "put", "drop", "state", "take", "peek", "refuse"):
+                setattr(wrapper, f"ferrohook_{name}", _remote(name))
+        else:
+            _LOG.warning("ferrohook: %s", reason)
+            _wrap(_PROCESSOR, functools.partial(_refusing, reason))
+    except Exception:  # noqa: BLE001 (vLLM would not start)
+        _LOG.exception("ferrohook: vLLM %s runs without it", CAPABILITIES.version)
 
 
 def refusal() -> str | None:
@@ -84,7 +88,7 @@ def refusal() -> str | None:
     for path in _AROUND:
         try:
             _method(path)
-        except (ImportError, AttributeError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever the import of an unknown release raises)
             return f"vllm {CAPABILITIES.version} lacks {path}, as {tried} have it: {error!r}"
     return None
 
@@ -197,6 +201,15 @@ def _has_plan(params: Any) -> bool:
 # --- front end -----------------------------------------------------------------------------------
 
 
+def _tell(method: Callable[..., None], *args: Any) -> None:
+    """Calls a method of all front ends; a fault of theirs never ends the engine's client."""
+    for front_end in [*_front_ends.values()]:
+        try:
+            method(front_end, *args)
+        except Exception:  # noqa: BLE001 (one of many: the others have to be told)
+            _LOG.exception("ferrohook failed while the engine answered")
+
+
 def _refusing(  # noqa: PLR0913, PLR0917 (vLLM's arguments)
     reason: str,
     original: Any,
@@ -259,9 +272,9 @@ async def _adding_async(
 def _assigning(original: Any, request: Any) -> None:
     original(request)
     if _has_plan(request.sampling_params):
-        key = request.sampling_params.extra_args[NAME]["key"]
-        for front_end in [*_front_ends.values()]:
-            front_end.assigned(key, request.request_id)
+        _tell(
+            FrontEnd.assigned, request.sampling_params.extra_args[NAME]["key"], request.request_id
+        )
 
 
 @_around(f"{_OUTPUTS}.process_outputs")
@@ -271,8 +284,7 @@ def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: An
         if each.finish_reason == error and isinstance(each.stop_reason, str):
             if (state := self.request_states.get(each.request_id)) is None:
                 continue
-            for front_end in [*_front_ends.values()]:
-                front_end.failed(each.request_id, state.external_req_id, each.stop_reason)
+            _tell(FrontEnd.failed, each.request_id, state.external_req_id, each.stop_reason)
     return original(self, outputs, *args, **kwargs)
 
 
@@ -331,8 +343,7 @@ def _finishing(original: Any, self: Any, state: Any) -> Any:
             if parent is None
             else (parent.request_id, not parent.child_requests)
         )
-        for front_end in [*_front_ends.values()]:
-            front_end.finished(owner, tokens, last=last)
+        _tell(FrontEnd.finished, owner, tokens, last)
     return original(self, state)
 
 
@@ -340,8 +351,7 @@ def _finishing(original: Any, self: Any, state: Any) -> Any:
 def _aborting(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     aborted = original(self, *args, **kwargs)
     for request_id in aborted:
-        for front_end in [*_front_ends.values()]:
-            front_end.cancelled(request_id)
+        _tell(FrontEnd.cancelled, request_id)
     return aborted
 
 
@@ -421,7 +431,7 @@ def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
 @_around(_WORKER)
 def _initializing(original: Any, self: Any) -> Any:
     result = original(self)
-    self.ferrohook = attach(self.worker.model_runner, self.vllm_config)
+    self.ferrohook = attach(getattr(self.worker, "model_runner", None), self.vllm_config)
     return result
 
 

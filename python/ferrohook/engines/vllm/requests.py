@@ -179,7 +179,7 @@ class FrontEnd:
                 ticket.engine_id = engine_id
                 self._by_engine_id[engine_id] = ticket
 
-    def finished(self, engine_id: str, tokens: int, *, last: bool = True) -> None:
+    def finished(self, engine_id: str, tokens: int, last: bool) -> None:  # noqa: FBT001 (told by position)
         """Notes the number of tokens of a finished request.
 
         Args:

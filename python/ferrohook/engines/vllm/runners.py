@@ -21,33 +21,28 @@ if TYPE_CHECKING:
 
 
 def attach(runner: Any, config: Any) -> RunnerWorker:
-    """Attaches to a model runner before it loads its model.
-
-    Raises:
-        HookError: the runner has the methods of neither V1 nor V2.
-    """
+    """Attaches to a model runner before it loads its model."""
     worker = RunnerWorker(runner, config)
-    if all(hasattr(runner, name) for name in _V1):
-        _attach_v1(runner, worker)
-    elif all(hasattr(runner, name) for name in _V2):
-        _attach_v2(runner, worker)
-    else:
-        msg = f"{type(runner).__name__} of vLLM {CAPABILITIES.version} is an unknown model runner"
-        raise HookError(msg)
 
-    def loading(original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        worker.loaded()
-        return result
+    def loading(_result: Any, *_args: Any, **_kwargs: Any) -> None:
+        with worker.starting():
+            worker.loaded()
 
-    def sampling(original: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
+    def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
         if failed := worker.failures():
             _mark(output, failed)
-        return output
 
-    _around(runner, "load_model", loading)
-    _around(runner, "sample_tokens", sampling)
+    with worker.starting():
+        if all(hasattr(runner, name) for name in _V1):
+            _attach_v1(runner, worker)
+        elif all(hasattr(runner, name) for name in _V2):
+            _attach_v2(runner, worker)
+        else:
+            kind = type(runner).__name__
+            msg = f"{kind} of vLLM {CAPABILITIES.version} is an unknown model runner"
+            raise HookError(msg)
+        _after(runner, "load_model", loading)
+        _after(runner, "sample_tokens", sampling)
     return worker
 
 
@@ -59,6 +54,17 @@ def _around(runner: Any, name: str, function: Callable[..., Any]) -> None:
     """Replaces a method by a function that is called with it and its arguments."""
     original = getattr(runner, name)
     setattr(runner, name, functools.wraps(original)(functools.partial(function, original)))
+
+
+def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
+    """Calls a function after a method, with the result and the arguments of that."""
+
+    def replaced(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        function(result, *args, **kwargs)
+        return result
+
+    _around(runner, name, replaced)
 
 
 def _mark(output: Any, failed: dict[str, str]) -> None:
@@ -79,33 +85,32 @@ def _mark(output: Any, failed: dict[str, str]) -> None:
 def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
     forward_context = importlib.import_module("vllm.forward_context").get_forward_context
 
-    def updating(original: Any, scheduler_output: Any) -> Any:
-        result = original(scheduler_output)
-        worker.reconcile(runner.requests)
+    def updating(_result: Any, scheduler_output: Any) -> None:
+        with worker.failing():
+            worker.reconcile(runner.requests)
         for new in scheduler_output.scheduled_new_reqs:
-            state = runner.requests[new.req_id]
-            worker.take_request(new.req_id, new.sampling_params, state.num_prompt_tokens)
-        return result
+            length = runner.requests[new.req_id].num_prompt_tokens
+            worker.take_request(new.req_id, new.sampling_params, length)
 
     def preparing(
-        original: Any, scheduler_output: Any, counts: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(scheduler_output, counts, *args, **kwargs)
-        batch = runner.input_batch
-        positions = batch.num_computed_tokens_cpu[: batch.num_reqs]
-        worker.settle(batch.req_ids[: batch.num_reqs], counts, positions)
-        return result
+        _result: Any, _scheduler_output: Any, counts: Any, *_args: Any, **_kwargs: Any
+    ) -> None:
+        with worker.failing():
+            batch = runner.input_batch
+            positions = batch.num_computed_tokens_cpu[: batch.num_reqs]
+            worker.settle(batch.req_ids[: batch.num_reqs], counts, positions)
 
     def calling(
         original: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         with worker.running(positions.shape[-1]):
             output = original(input_ids, positions, *args, **kwargs)
-            worker.check(output, forward_context().slot_mapping)
+            with worker.failing():
+                worker.check(output, forward_context().slot_mapping)
             return output
 
-    _around(runner, "_update_states", updating)
-    _around(runner, "_prepare_inputs", preparing)
+    _after(runner, "_update_states", updating)
+    _after(runner, "_prepare_inputs", preparing)
     _around(runner, "_model_forward", calling)
 
 
@@ -114,26 +119,27 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
 
     def adding(original: Any, scheduler_output: Any) -> Any:
         # Finished and preempted ones are gone by now; a preempted one resumes as a new one.
-        worker.reconcile(runner.req_states.req_id_to_index)
+        with worker.failing():
+            worker.reconcile(runner.req_states.req_id_to_index)
         result = original(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
         return result
 
-    def preparing(original: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(*args, **kwargs)
-        positions = batch.num_computed_tokens_np[: batch.num_reqs]
-        worker.settle(batch.req_ids, batch.num_scheduled_tokens, positions)
+    def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:
+        with worker.failing():
+            positions = batch.num_computed_tokens_np[: batch.num_reqs]
+            worker.settle(batch.req_ids, batch.num_scheduled_tokens, positions)
         entered.enter_context(worker.running(batch.num_tokens_after_padding))
-        return batch
 
     def executing(original: Any, *args: Any, **kwargs: Any) -> Any:
         with entered:
             result = original(*args, **kwargs)
             if (state := runner.execute_model_state) is not None:
-                worker.check(state.hidden_states, state.slot_mappings_by_layer)
+                with worker.failing():
+                    worker.check(state.hidden_states, state.slot_mappings_by_layer)
             return result
 
     _around(runner, "add_requests", adding)
-    _around(runner, "prepare_inputs", preparing)
+    _after(runner, "prepare_inputs", preparing)
     _around(runner, "execute_model", executing)

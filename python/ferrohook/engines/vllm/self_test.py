@@ -7,6 +7,7 @@ no harm.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -45,15 +46,16 @@ def run(core: Any) -> None:
     if getattr(core, _MARK, False):
         return
     setattr(core, _MARK, True)
-    described = json.loads(core.collective_rpc("ferrohook_describe")[0])
-    if "refused" in described:
-        return
     try:
+        described = json.loads(core.collective_rpc("ferrohook_describe")[0])
+        if "refused" in described:
+            return
         check(core, described)
     except Exception as error:  # noqa: BLE001 (whatever an unknown release raises)
         reason = f"the self-test of ferrohook in vLLM {CAPABILITIES.version} failed: {error}"
-        core.collective_rpc("ferrohook_refuse", args=(reason,))
         _LOG.error("ferrohook: plans are refused: %s", reason)
+        with contextlib.suppress(Exception):  # of a worker without ferrohook
+            core.collective_rpc("ferrohook_refuse", args=(reason,))
         return
     if is_newer():
         _LOG.warning(

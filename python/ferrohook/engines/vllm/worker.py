@@ -11,6 +11,7 @@ import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import psutil
 import safetensors.torch
 import torch
@@ -74,28 +75,30 @@ class RunnerWorker(EngineWorker):
     """
 
     def __init__(self, runner: Any, config: Any) -> None:
-        super().__init__()
+        super().__init__(CAPABILITIES)
         self._runner = runner
         self._config = config
-        self.options = VllmOptions.of(config)
-        if refused := refusals(config, has_sites=self.options.sites is not None):
-            self.refusal = CAPABILITIES.explain(refused)
-        self._refused = bool(refused)
+        self.options = VllmOptions()
+        self._ranks: Ranks | None = None
         self._vectors: dict[str, Tensor] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
-        self._ranks = Ranks.of(config)
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
 
     # --- the model ---------------------------------------------------------------------------
 
     def loaded(self) -> None:
-        """Takes over a model that was loaded, before it is compiled or called."""
-        if self._refused:
-            _LOG.warning("ferrohook: %s", self.refusal)
-            return
+        """Takes over a model that was loaded, before it is compiled or called.
+
+        Raises:
+            HookError, ValueError: it serves no plans, with the reason.
+        """
+        self.options = VllmOptions.of(self._config)
+        if refused := refusals(self._config, has_sites=self.options.sites is not None):
+            raise HookError(CAPABILITIES.explain(refused))
+        self._ranks = Ranks.of(self._config)
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
         modules = observe(model, forward)
@@ -165,6 +168,10 @@ class RunnerWorker(EngineWorker):
         try:
             with (
                 torch.inference_mode(),
+                # As for requests without an adapter, whose rows run the same modules.
+                self._runner.maybe_select_dummy_loras(
+                    self._runner.lora_config, np.array([OBSERVED_ROWS], dtype=np.int32)
+                ),
                 context.set_forward_context(
                     None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
                 ),
@@ -186,20 +193,21 @@ class RunnerWorker(EngineWorker):
         payload = ((params and params.extra_args) or {}).get(NAME)
         if payload is None:
             return
-        self.retire(request_id)
-        digest = ""
         try:
-            if not isinstance(payload, dict):
-                msg = "a plan came to the worker past the front end"
-                raise HookError(msg)  # noqa: TRY301 (fails the request, as any error here does)
-            digest = payload["digest"]
-            for key in payload.get("cancelled", ()):
-                self._discard(key)
-            read = functools.partial(self._read, payload)
-            self.admit(request_id, prompt_length, digest, read, payload["key"])
+            self._open(request_id, payload, prompt_length)
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
+            digest = payload["digest"] if isinstance(payload, dict) else ""
             self.fail(request_id, digest, error)
-            return
+
+    def _open(self, request_id: str, payload: Any, prompt_length: int) -> None:
+        self.retire(request_id)
+        if not isinstance(payload, dict):
+            msg = "a plan came to the worker past the front end"
+            raise HookError(msg)
+        for key in payload.get("cancelled", ()):
+            self._discard(key)
+        read = functools.partial(self._read, payload)
+        self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
         self._discard(payload["key"])
 
     def _read(self, payload: Mapping[str, Any]) -> Plan:
@@ -277,14 +285,6 @@ class RunnerWorker(EngineWorker):
             return json.dumps({"refused": self.refusal}).encode()
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
-
-    def refuse(self, reason: str) -> bytes:
-        """Serves no plan from now on, as the self-test failed."""
-        if self.served is not None:
-            self.served.planned.forget([*self._admitted])
-        self._admitted.clear()
-        self.served, self.refusal = None, reason
-        return b""
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
