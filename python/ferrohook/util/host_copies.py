@@ -10,6 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ferrohook.util.streams import current_stream
+
 MOST_PINNED: Final = 2**30
 """Bytes of pinned memory that the copies of the process have at a time."""
 
@@ -50,13 +52,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._newest: dict[torch.device, torch.cuda.Event] = {}
-        """By GPU, whose copies are complete in their order."""
+        self._complete: dict[int, torch.cuda.Event] = {}
+        """After the newest copy from each GPU, which complete in their order."""
 
     def finish(self) -> None:
         """Waits until all copies are complete."""
-        for event in [*self._newest.values()]:
-            event.synchronize()
+        for complete in [*self._complete.values()]:
+            complete.synchronize()
 
     def start(self, tensor: Tensor, *, clone: bool) -> Tensor:
         """Starts a copy and returns it; `finish` before reading.
@@ -68,15 +70,18 @@ class HostCopies:
                 return tensor.to("cpu")
         # Clones on the computing stream, so later writes in place there do not reach the copy.
         source = tensor.clone() if clone else tensor
-        stream = _side_stream(source.device)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with self._lock, torch.no_grad(), torch.cuda.stream(stream):
+        device = source.get_device()
+        stream = _side_stream(device)
+        stream.wait_stream(current_stream(device))
+        with self._lock, torch.cuda.stream(stream):
             host.copy_(source, non_blocking=True)
-            self._newest[source.device] = stream.record_event()
+            if (complete := self._complete.get(device)) is None:
+                complete = self._complete[device] = torch.cuda.Event()
+            complete.record(stream)
         source.record_stream(stream)
         return host
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -6,6 +6,7 @@ that wrote it, and the memory is neither written nor reused before that stream i
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,7 +103,17 @@ def made(tensors: Sequence[Tensor]) -> Made | None:
 def read(tensor: Tensor) -> None:
     """Keeps the memory of a tensor on a GPU until the current stream is done with it."""
     if _has_memory(tensor):
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(current_stream(tensor.get_device()))
+
+
+def current_stream(device: int) -> torch.cuda.Stream:
+    """Returns the current stream of a GPU, without the checks of `torch.cuda.current_stream`."""
+    return _stream(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _stream(device: int, _number: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
 
 
 def _has_memory(tensor: Tensor) -> bool:
