@@ -13,12 +13,12 @@ pytest.importorskip("fastapi", reason="the judge of batchers is in the group ser
 import ferrohook as fh
 from ferrohook.detectors import NormDetector
 from ferrohook.engines import planned
-from ferrohook.plans.needs import NEEDS, Judge
+from ferrohook.plans.needs import NEEDS, BackEnd
 from ferrohook.rows import site_tables
 from ferrohook.service import sharing
 
 V = torch.ones(4)
-ENGINE, SITES, BATCHER = planned.JUDGE, site_tables.JUDGE, sharing.JUDGE
+ENGINE, SITES, BATCHER = planned.BACK_END, site_tables.BACK_END, sharing.BACK_END
 ALL = {"an engine": ENGINE, "sites": SITES, "a batcher": BATCHER}
 
 
@@ -61,10 +61,10 @@ def test_needs_and_judges(entry: Any, needs: set[str], refusing: set[str]) -> No
 
 
 def test_a_judge_refuses_what_it_does_not_know() -> None:
-    nothing = Judge(frozenset(), {"python": "it is one"})
+    nothing = BackEnd(frozenset(), {"python": "it is one"})
     assert nothing.refusal(fh.keep("0")) is None
     assert nothing.refusal(fh.on("0", python, priority=1)) == "it is one"
-    assert Judge(frozenset({"add"}), {}).refusal(fh.keep("0", stop=True)) == (
+    assert BackEnd(frozenset({"add"}), {}).refusal(fh.keep("0", stop=True)) == (
         "stop is not served, only add"
     )
 

@@ -75,6 +75,11 @@ print(fh.plot.__all__, {"matplotlib", "pandas"} & set(sys.modules))
     assert_ends_well(run_with_torch(code), f"{names} set()\n")
 
 
+def test_a_scope_shows_public_names_alone() -> None:
+    names = {name for name in dir(fh.Scope) if not name.startswith("_")}
+    assert names == {"activate", "close", "closed", "error", "expire", "fail", "failed", "wrap"}
+
+
 def test_editors_find_lazy_names_and_their_types() -> None:
     jedi = pytest.importorskip("jedi")
 

@@ -517,7 +517,7 @@ def test_a_capture_that_is_interrupted_as_it_begins_says_so(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(capture.tag), "begin", interrupt)
+        patch.setattr(type(capture._tag), "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fh.batch({capture: 0}, size=2).__enter__()
     with pytest.raises(fh.RowsError, match="closed"):

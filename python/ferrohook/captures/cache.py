@@ -152,7 +152,9 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     def _peek(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
-        return source.peek(name) if isinstance(source, CapturedView | Gradients) else source[name]
+        return (
+            source.unchecked(name) if isinstance(source, CapturedView | Gradients) else source[name]
+        )
 
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
         """Stacks the tensors of several modules along a new first dimension.

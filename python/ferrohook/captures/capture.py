@@ -91,7 +91,7 @@ class Capture(Scope, Generic[V_co]):
     if TYPE_CHECKING:
 
         @property
-        def tag(self) -> CaptureSession: ...  # noqa: D102 (for checkers)
+        def _tag(self) -> CaptureSession: ...
         def __enter__(self) -> ActivationCache[V_co]: ...  # type: ignore[override]
 
     @property
@@ -138,7 +138,7 @@ class Capture(Scope, Generic[V_co]):
             state = "left"
         elif self._entered is not None or self._begun is not None:
             state = "entered"
-        session = self.tag
+        session = self._tag
         names, model = len(session.names), session.model._get_name()
         return f"<Capture of {names} module{'s'[: names != 1]} of {model}, {state}>"
 

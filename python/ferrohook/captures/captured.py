@@ -101,7 +101,7 @@ class Gradients(Mapping[str, Any]):
         self._values = values
         self._captured = captured
 
-    def peek(self, name: str) -> Any:
+    def unchecked(self, name: str) -> Any:
         """Returns the gradient of a name, None if it did not arrive."""
         if self._values is None:
             msg = "no gradients were captured: open the capture with grads=True"
@@ -110,10 +110,10 @@ class Gradients(Mapping[str, Any]):
             msg = f"no gradients of {name!r} were captured: capture it with grads=True"
             raise SelectionError(msg)
         values = self._values
-        return values.peek(name) if isinstance(values, CapturedView) else values[name]
+        return values.unchecked(name) if isinstance(values, CapturedView) else values[name]
 
     def __getitem__(self, name: str) -> Any:
-        gradient = self.peek(name)
+        gradient = self.unchecked(name)
         if next(tensors_in(gradient), None) is None:
             raise SelectionError(self._reason(name))
         return gradient
@@ -131,7 +131,7 @@ class Gradients(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         names = self._values or ()
-        return (each for each in names if next(tensors_in(self.peek(each)), None) is not None)
+        return (each for each in names if next(tensors_in(self.unchecked(each)), None) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -200,7 +200,7 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
         self._reason = reason
         """Returns why modules may not have run, for errors."""
 
-    def peek(self, name: str) -> Any:
+    def unchecked(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""
         return self._read(name, stale=True)
 

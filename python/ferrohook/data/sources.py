@@ -71,7 +71,7 @@ class CapturedOutputs(Source):
     def __init__(self, model: nn.Module, what: Selector, **options: Any) -> None:
         # Clones, as the rest of the forward may write in place.
         fixed: Any = {"calls": "all", "copy": "clone", "device": "cpu"}
-        self._session = capture(model, what, **options, **fixed).tag
+        self._session = capture(model, what, **options, **fixed)._tag
         self._value = "input" if options.get("inputs") else "output"
         self._ran: set[str] = set()
 

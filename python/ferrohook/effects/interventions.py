@@ -142,7 +142,7 @@ class Intervention(InterventionBase):
         super().__setattr__(name, value)
 
     def needs(self) -> Iterator[str]:
-        """Returns the features that a back end must support to apply it, see `Judge`."""
+        """Returns the features that a back end must support to apply it, see `BackEnd`."""
         yield self.kind
         if self.output_index is not None:
             yield "output_index"

@@ -1,4 +1,4 @@
-"""Plans on their way into an engine: read, judged, measured, and given the salt of their cache."""
+"""Plans on their way into an engine: read, checked, measured, and given the salt of their cache."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReadPlan(NamedTuple):
 
 
 class Admission:
-    """Judge of the plans of one engine's requests.
+    """Check of the plans of one engine's requests.
 
     Args:
         modules: modules of its model.

@@ -18,7 +18,7 @@ from ferrohook.captures.cache import ActivationCache
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
-from ferrohook.plans.needs import NEEDS, Judge
+from ferrohook.plans.needs import NEEDS, BackEnd
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.rows.batches import batch_of_step
 from ferrohook.util.arguments import expect
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ferrohook.rows.batches import GatheredModule
 
 
-JUDGE: Final = Judge(
+BACK_END: Final = BackEnd(
     NEEDS - {"calls", "cut rows", "gradients", "not finite", "stop"},
     {
         "calls": "steps are put together by position, so calls= has no meaning",
@@ -111,7 +111,7 @@ class EnginePlans(PreparedPlans):
             needs = prepared.needs[number]
             # At positions, the slice gets a tensor with the tokens first.
             dim = 0 if entry.at is not None else self._dim
-            reason = JUDGE.refusal(entry, dim, needs) or self._unfit(prepared, number)
+            reason = BACK_END.refusal(entry, dim, needs) or self._unfit(prepared, number)
             if reason is not None:
                 msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
                 raise HookError(msg)

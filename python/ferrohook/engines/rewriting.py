@@ -1,4 +1,4 @@
-"""Plans of clients, judged and rewritten for the modules of an engine."""
+"""Plans of clients, checked and rewritten for the modules of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ferrohook.engines.model.step_values import check_slice, check_width
 from ferrohook.names.spelling import from_lens
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.needs import CHANGES, Judge
+from ferrohook.plans.needs import CHANGES, BackEnd
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,8 +27,8 @@ _CROSSING: Final = {
     "table": "a vector in an engine has one dimension, as tokens come in chunks",
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-_EAGER: Final = Judge(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
-_COMPILED: Final = Judge(_KEPT | {"add"}, _CROSSING)
+_EAGER: Final = BackEnd(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
+_COMPILED: Final = BackEnd(_KEPT | {"add"}, _CROSSING)
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
@@ -61,7 +61,7 @@ def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookE
     names, rest = modules.split(entry.what)
     if not names:
         return _at_modules(entry, modules)
-    if (reason := _judge(modules).refusal(entry)) is not None:
+    if (reason := _back_end(modules).refusal(entry)) is not None:
         raise ValueError(reason)
     moved = [_at_quantity(entry, name, modules) for name in names]
     if rest is not None:
@@ -103,7 +103,7 @@ def _at_quantity(
 
 def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
     found = modules.selected(entry.what)
-    if (reason := _judge(modules).refusal(entry)) is not None:
+    if (reason := _back_end(modules).refusal(entry)) is not None:
         raise ValueError(reason)
     if isinstance(entry, KeepEntry):
         index = entry.options.get("output_index")
@@ -147,7 +147,7 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTa
                 raise ValueError(msg)
 
 
-def _judge(modules: ModuleTable) -> Judge:
+def _back_end(modules: ModuleTable) -> BackEnd:
     return _COMPILED if modules.compiled else _EAGER
 
 

@@ -45,7 +45,7 @@ class PlanEntry:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Features that a back end must support to serve it, see `Judge`."""
+        """Features that a back end must support to serve it, see `BackEnd`."""
         at = () if self.at is None else ("at function" if callable(self.at) else "at",)
         return frozenset((*at, *self._needs()))
 

@@ -34,7 +34,7 @@ def _keeps_rows(index: Any, dim: int) -> bool:
 
 
 def needs_at(place: Place) -> Iterator[str]:
-    """Yields the features that an entry at the place of a quantity needs, see `Judge`."""
+    """Yields the features that an entry at the place of a quantity needs, see `BackEnd`."""
     if place.quantity is None:
         return
     if place.inputs:
@@ -46,7 +46,7 @@ def needs_at(place: Place) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Judge:
+class BackEnd:
     """Which plan entries a back end serves: an engine, sites, or a batcher."""
 
     serves: frozenset[str]

@@ -109,7 +109,7 @@ class Prepared:
             entry.needs.union(*(needs_at(each) for each in places.values()))
             for entry, places in zip(self.entries, found, strict=True)
         ]
-        """Needs of each entry in this model, see `Judge`."""
+        """Needs of each entry in this model, see `BackEnd`."""
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)

@@ -110,7 +110,7 @@ def run(
     if isinstance(plan, Prepared) and plan.model is not model:
         msg = f"the plan was not prepared for this {model._get_name()}"
         raise HookError(msg)
-    session = None if capture is None else _capture(model, capture).tag
+    session = None if capture is None else _capture(model, capture)._tag
     acts: ActivationCache | None = None
     nothing = contextlib.nullcontext()
     with plan.prepare(model) if isinstance(plan, Plan) else nothing as own_plan:

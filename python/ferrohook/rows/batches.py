@@ -131,7 +131,7 @@ class Batch(BatchBase, Scope):
     def silent(self) -> list[Frame]:
         """The members with hooks that did not fail and no module of which ran in it."""
         ran = zip(self.members, self._ran, strict=True)
-        return [each for each, ran in ran if not ran and each.hooked and not each.failed]
+        return [each for each, ran in ran if not ran and each._hooked and not each.failed]
 
     def _warn_of_silence(self) -> None:
         """Warns of silent members, once for each plan; called as the batch is left."""
@@ -287,7 +287,7 @@ def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
         if isinstance(member, Request):
             model = member.model
         elif isinstance(member, Capture):
-            model = member.tag.model
+            model = member._tag.model
         if model is not None:
             models[id(model)] = model
     if len(models) < 2:  # noqa: PLR2004 (several)

@@ -18,7 +18,7 @@ from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.names.select import select
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
-from ferrohook.plans.needs import Judge
+from ferrohook.plans.needs import BackEnd
 from ferrohook.rows import operators
 from ferrohook.rows.site_captures import OpenMembers, SiteCaptures, Taken
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.plans.positions import At
 
-JUDGE: Final = Judge(
+BACK_END: Final = BackEnd(
     frozenset(
         {"add", "at", "at function", "not finite", "output_index"}
         | {"calls", "copy", "cut rows", "device", "dtype", "max_bytes", "slice"}
@@ -337,7 +337,7 @@ class Sites(SitesBase):
         found: dict[str, Place],
         needs: frozenset[str],
     ) -> None:
-        reason = JUDGE.refusal(entry, self.dim, needs)
+        reason = BACK_END.refusal(entry, self.dim, needs)
         if reason is None:
             hook = entry.hook if isinstance(entry, HookEntry) else None
             named = entry.options.get("output_index") if hook is None else hook.output_index

@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook.detectors import NativeDetector
 from ferrohook.errors import RowsError
 from ferrohook.plans.entries import HookEntry
-from ferrohook.plans.needs import NEEDS, Judge
+from ferrohook.plans.needs import NEEDS, BackEnd
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 In = TypeVar("In")
 
-JUDGE: Final = Judge(NEEDS - {"gradients", "python", "stop"}, {})
+BACK_END: Final = BackEnd(NEEDS - {"gradients", "python", "stop"}, {})
 """Of forwards that requests share: others are served alone."""
 
 
@@ -56,7 +56,7 @@ def shares_forwards(request: Request) -> bool:
     Python functions might block the others' forward, and `stop` would end it.
     """
     found = zip(request.entries, request.prepared.needs, strict=True)
-    return all(JUDGE.refusal(entry, needs=needs) is None for entry, needs in found)
+    return all(BACK_END.refusal(entry, needs=needs) is None for entry, needs in found)
 
 
 def changes(request: Request | None) -> bool:

@@ -829,15 +829,16 @@ class Readers:
         self.interval = sys.getswitchinterval()
 
     def __enter__(self) -> Self:
-        self.together = Together(*[self.read] * self.run.case.readers)
         if self.run.case.readers:
+            self.together = Together(*[self.read] * self.run.case.readers)
             sys.setswitchinterval(1e-6)
         return self
 
     def __exit__(self, *_error: object) -> None:
         sys.setswitchinterval(self.interval)
-        self.barrier.abort()
-        self.together.join()
+        if self.run.case.readers:
+            self.barrier.abort()
+            self.together.join()
 
     def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:
         with contextlib.suppress(threading.BrokenBarrierError):  # a reader failed: `join` raises
@@ -852,12 +853,12 @@ class Readers:
                 return  # the run has ended
             try:
                 for member in self.run.members * self.READS:
-                    self.look(member)
+                    self.read_all(member)
             except BaseException:
                 self.barrier.abort()
                 raise
 
-    def look(self, member: Any) -> None:
+    def read_all(self, member: Any) -> None:
         """Reads all that a member captured so far: what it is stands in `judge`, at the end."""
         if isinstance(member, fh.Scope) and not isinstance(member, fh.Request):
             return

@@ -82,9 +82,9 @@ class _PersistentHooks:
 
 def _leave_empty_frames() -> None:
     for frame in frames.get():
-        tag = frame.tag
+        tag = frame._tag
         if isinstance(tag, _PersistentHooks) and all(each.hook.removed for each in tag.handles):
-            frame.take_out()
+            frame._take_out()
 
 
 class HookedRootModule(nn.Module):
@@ -168,7 +168,7 @@ class HookedRootModule(nn.Module):
     @property
     def context_level(self) -> int:
         """Number of `hooks` contexts of this model that are open in this context."""
-        tags = (frame.tag for frame in frames.get())
+        tags = (frame._tag for frame in frames.get())
         return sum(isinstance(tag, _HooksContext) and tag.model is self for tag in tags)
 
     @property
@@ -317,15 +317,15 @@ class HookedRootModule(nn.Module):
         with Scope(_HooksContext(self), for_graphs=bool(bwd_hooks)) as level:
             persistent = None if reset_hooks_end else Frame(_PersistentHooks())
             if persistent is not None:
-                persistent.enter_outermost()
+                persistent._enter_outermost()
             try:
                 handles = self._add_all(fwd_hooks, bwd_hooks, persistent or level)
             except BaseException:
                 if persistent is not None:
-                    persistent.take_out()
+                    persistent._take_out()
                 raise
             if persistent is not None:
-                persistent.tag.handles = handles
+                persistent._tag.handles = handles
             try:
                 yield self
             finally:

@@ -387,7 +387,7 @@ impl Frame {
     }
 
     /// The tag: an object that identifies the frame's purpose.
-    #[getter]
+    #[getter(_tag)]
     pub fn tag<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
         Some(self.tag.as_ref()?.bind(py))
     }
@@ -437,7 +437,7 @@ impl Frame {
     }
 
     /// True if it has hooks.
-    #[getter]
+    #[getter(_hooked)]
     fn hooked(&self) -> bool {
         let own = !self.modules.lock().hooks.is_empty();
         own || self.shared().is_some_and(Self::hooked)
@@ -492,6 +492,7 @@ impl Frame {
 
     /// Makes it the outermost frame of this context until `take_out`, so that frames inside are
     /// still left in order.
+    #[pyo3(name = "_enter_outermost")]
     fn enter_outermost(slf: &Bound<'_, Self>) -> PyResult<()> {
         let py = slf.py();
         let inner = active(py)?;
@@ -500,6 +501,7 @@ impl Frame {
     }
 
     /// Closes the frame and takes it out of this context, at any position.
+    #[pyo3(name = "_take_out")]
     fn take_out(slf: &Bound<'_, Self>) -> PyResult<()> {
         slf.get().close(slf.py())?;
         set(&without(&active(slf.py())?, slf.as_any())?).map(drop)
