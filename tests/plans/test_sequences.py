@@ -242,6 +242,29 @@ def test_reordered_rows_with_other_padding_need_a_mask(model: Any) -> None:
                 assert request.positions(LAYER) == [5, 3]
 
 
+def test_reordered_states_of_a_state_space_model_need_a_mask() -> None:
+    config = transformers.MambaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4
+    )
+    mamba = transformers.MambaForCausalLM(config).eval()
+    ids, new = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]]), torch.tensor([[3], [4]])
+    name = "backbone.layers.1"
+    plan = fh.Plan(fh.keep(name, at="generated"))
+    for reorders in (False, True):
+        cache = transformers.DynamicCache(config=config)
+        with torch.no_grad(), plan.prepare(mamba) as prepared, prepared.open() as request:
+            mamba(ids, attention_mask=(ids > 0).long(), cache=cache)
+            mamba(new, cache=cache)
+            assert request.positions(name) == [3, 5]
+            if reorders:
+                cache.reorder_cache(torch.tensor([1, 0]))
+                with pytest.raises(fh.HookError, match="Give an attention_mask"):
+                    mamba(new, cache=cache)
+            else:
+                mamba(new, cache=cache)
+                assert request.positions(name) == [3, 4, 5, 6]
+
+
 def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
     prefix, cache = prompt(4), transformers.DynamicCache(config=model.config)
     model(prefix, past_key_values=cache)

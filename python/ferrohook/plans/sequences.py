@@ -544,14 +544,16 @@ def _lasting(cache: Any) -> Any:
 
 
 def _memory_of(cache: Any) -> StorageWeakRef | None:
-    """Returns the memory of a KV cache's keys, if it keeps them in one place between calls."""
+    """Returns the memory of a cache's keys or states, if it keeps them in one place."""
     cache = getattr(cache, "self_attention_cache", cache)
     if getattr(cache, "offloading", False):
         return None
     layers = getattr(cache, "layers", ())
     kept = [getattr(layer, "keys", None) for layer in layers] or getattr(cache, "key_cache", [])
-    keys = next((each for each in kept if isinstance(each, Tensor) and each.numel()), None)
-    return None if keys is None else StorageWeakRef(keys.untyped_storage())
+    for layer in layers:
+        kept += getattr(layer, "recurrent_states", {}).values()  # written in place
+    found = next((each for each in kept if isinstance(each, Tensor) and each.numel()), None)
+    return None if found is None else StorageWeakRef(found.untyped_storage())
 
 
 def _length_of(cache: Any) -> int | None:
