@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ferrohook.quantity.anatomy.equations import ROUNDINGS, Terms, fit
+from ferrohook.quantity.anatomy.equations import ROUNDINGS, Terms, differ, fit, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -199,21 +200,30 @@ class Anatomist:
         like = next(module.parameters(), None)
         x = self.look.values[value].view(sighting.shape)
         x = x if like is None else x.to(like.device)
+        x = x * _exact_scale(x)
         swapped = x.clone()
         swapped[..., :2] = x[..., :2].flip(-1)
         try:
             with torch.no_grad():
-                returned = [module.forward(each * 64) for each in (x, x * 4, swapped)]
+                returned = [module.forward(each) for each in (x, x * 4, swapped)]
         except Exception:  # noqa: BLE001 (a module that takes more than a tensor fails as it likes)
             return False
         if any(not isinstance(it, torch.Tensor) or it.shape != x.shape for it in returned):
             return False
         small, large, other = returned
-        same_size = _close(small, large) and not _close(small, x * 64)
+        same_size = _close(small, large) and not _close(small, x)
         apart = _close(small[..., 2:], other[..., 2:])
         return same_size and apart and not _close(small[..., :2], other[..., :2])
 
 
+def _exact_scale(x: Tensor) -> float:
+    """Returns a power of two that makes a tensor large: a norm's epsilon has no effect there.
+
+    Four times as large, its squares are still finite.
+    """
+    largest = min(2.0**10, math.sqrt(torch.finfo(x.dtype).max) / 8)
+    return 2.0 ** math.floor(math.log2(largest / (float(x.abs().max()) or 1.0)))
+
+
 def _close(one: Tensor, other: Tensor) -> bool:
-    size = float(one.double().abs().max())
-    return float((one.double() - other.double()).abs().max()) <= 0.02 * size
+    return differ(one, other) <= tolerance(one, other)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.quantity.anatomy.equations import fit, rounding, tolerance
+from ferrohook.quantity.anatomy.equations import fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 from ferrohook.util.tensors import tensors_in
 
@@ -157,12 +157,12 @@ def _embedded(
     embedded = other.double().reshape(batch, -1)
     apart = embedded - embedded.mean(0)
     factor = float((apart * (rows - rows.mean(0))).sum() / apart.square().sum())
-    eps = rounding(one, other)
-    factor = 1.0 if abs(factor - 1) <= 64 * eps else factor
+    limit = tolerance(one, other)
+    factor = 1.0 if abs(factor - 1) <= limit else factor
     rest = rows - factor * embedded
     size = float(rows.abs().max())
     residual = float((rest - rest.mean(0)).abs().max()) / size
-    return (factor, rest.mean(0)) if residual <= 8 * eps else residual
+    return (factor, rest.mean(0)) if residual <= limit else residual
 
 
 def _passed(calls: list[ModuleCall], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -18,8 +18,6 @@ SUMMED: Final = 128
 """Roundings of the sums inside kernels, by which two computations may differ."""
 SIGNIFICANT: Final = 8
 """Least size of a term in such differences: a smaller one could be left out, or be another one."""
-ALIKE: Final = 0.02
-"""Largest relative difference of two looks of one call, and of an average from its parts."""
 LEAST_ELEMENTS: Final = 24
 """Elements in which a term has to be significant; of a smaller tensor, half of them."""
 
@@ -30,7 +28,10 @@ class Fit(NamedTuple):
     multipliers: tuple[float, ...]
     residual: float
     """Largest difference of the two sides, relative to the largest element."""
+    equal: bool
+    """True if each element is right up to the rounding of the terms."""
     holds: bool
+    """True if, moreover, no term is too small to be told from rounding."""
 
 
 def rounding(*tensors: Tensor) -> float:
@@ -69,9 +70,6 @@ def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = 
         terms: tensors of as many elements, or that broadcast to it.
         fixed: multipliers; None, and those that are left out, are solved for.
 
-    Returns:
-        The fit. It holds if each element is right up to the rounding of the terms, and if no term
-        is too small to be told from rounding.
     """
     eps = rounding(total, *terms)
     left = total.double().reshape(-1)
@@ -87,8 +85,8 @@ def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = 
     finite = bool(right.isfinite().all()) and bool(left.isfinite().all())
     needed = min(LEAST_ELEMENTS, max(1, left.numel() // 2))
     significant = all(int((part.abs() > SIGNIFICANT * bound).sum()) >= needed for part in parts)
-    holds = finite and significant and bool((error <= bound).all())
-    return Fit(tuple(solved), float(error.max()) / largest, holds)
+    equal = finite and bool((error <= bound).all())
+    return Fit(tuple(solved), float(error.max()) / largest, equal, equal and significant)
 
 
 def _like(total: Tensor, term: Tensor) -> Tensor:

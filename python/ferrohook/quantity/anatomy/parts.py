@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ferrohook.quantity.anatomy.stacks import chains, inside
 from ferrohook.quantity.anatomy.sublayers import Sublayer, Tracer
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
     from ferrohook.quantity.anatomy.observe import ObservedTensor
     from ferrohook.quantity.anatomy.stacks import Block
-
-TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp": "mlp"}
-"""Names of contributions, by their kinds."""
 
 
 @dataclasses.dataclass

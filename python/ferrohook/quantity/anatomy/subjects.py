@@ -59,9 +59,20 @@ class Subject:
         self.example = example
 
     def forward(self) -> None:
-        """Calls the model with the example."""
-        with undisturbed():
-            self.model(*self.example.args, **self.example.kwargs)
+        """Calls the model with the example.
+
+        Raises:
+            HookError: the model failed.
+        """
+        try:
+            with undisturbed():
+                self.model(*self.example.args, **self.example.kwargs)
+        except Exception as error:
+            msg = (
+                f"{self.model._get_name()} cannot be looked at: its forward failed with "
+                f"{type(error).__name__}: {error}; pass an example that it takes to fh.quantities"
+            )
+            raise HookError(msg) from error
 
     def look(self, writes: Writes | None = None) -> Look:
         """Observes one call.
@@ -72,14 +83,7 @@ class Subject:
         Raises:
             HookError: the model failed.
         """
-        try:
-            return Look(self.model, self.forward, writes)
-        except Exception as error:
-            msg = (
-                f"{self.model._get_name()} cannot be looked at: its forward failed with "
-                f"{type(error).__name__}: {error}; pass an example that it takes to fh.quantities"
-            )
-            raise HookError(msg) from error
+        return Look(self.model, self.forward, writes)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.observe import noise
-from ferrohook.quantity.anatomy.parts import TITLES
+from ferrohook.quantity.anatomy.sublayers import TITLES
 from ferrohook.quantity.proofs.checks import Checks
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ def _arrivals(modules: Mapping[str, Attended], subject: Subject, point: str) -> 
             attachment.register([each], "forward", change, names=[name])
         with observing(subject.model, see), attended() as calls:
             subject.forward()
-    except Exception:  # noqa: BLE001 (a model that fails where it is written to, of any class)
+    except HookError:  # the model fails where it is written to
         return set()
     finally:
         attachment.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrohook.quantity.anatomy.equations import fit, rounding
+from ferrohook.quantity.anatomy.equations import fit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class OwnSums:
             return tensors
         total, terms = tensors
         known = fit(total, terms, step.multipliers)
-        if known.residual <= 8 * rounding(total, *terms):
+        if known.equal:
             return step.multipliers, known.residual
         solved = fit(total, terms)
         if solved.holds:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,9 @@ from ferrohook.attach.attention import POINTS
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.blocks import Anatomist
 from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
-from ferrohook.quantity.anatomy.equations import ALIKE, fit
+from ferrohook.quantity.anatomy.equations import differ, fit, tolerance
 from ferrohook.quantity.anatomy.observe import ObservedTensor
-from ferrohook.quantity.anatomy.parts import TITLES, stacks_of
+from ferrohook.quantity.anatomy.parts import stacks_of
 from ferrohook.quantity.anatomy.subjects import (
     Subject,
     example_of,
@@ -27,9 +28,9 @@ from ferrohook.quantity.anatomy.subjects import (
     make_generic,
     structural_copy,
 )
+from ferrohook.quantity.anatomy.sublayers import TITLES, Classifier
 from ferrohook.quantity.proofs.arrivals import Arrivals
 from ferrohook.quantity.proofs.attention import EQUATION, look_inside
-from ferrohook.quantity.proofs.kinds import Classifier
 from ferrohook.quantity.proofs.own_sums import OwnSums
 from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.routers import (
@@ -42,7 +43,7 @@ from ferrohook.quantity.proofs.routers import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from ferrohook.quantity.anatomy.observe import Look
     from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
@@ -78,19 +79,14 @@ def _check_same(model: nn.Module, one: Look, other: Look) -> None:
         if site not in other.sites:
             continue
         left, right = one.tensor(site), other.tensor(site)
-        if left.shape != right.shape or not _alike(left, right):
+        # Independent roundings of the calls before it add up like a random walk.
+        limit = tolerance(left, right) * math.sqrt(one.sites[site].time)
+        if differ(left, right) > limit and not torch.equal(left, right):
             msg = (
                 f"{model._get_name()} is not deterministic: {_where(site)} differs between two "
                 "calls with equal arguments, so no equation about it can be proved"
             )
             raise HookError(msg)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if torch.equal(one, other):
-        return True
-    size = float(one.double().abs().max())
-    return float((one.double() - other.double()).abs().max()) <= ALIKE * size
 
 
 def _where(site: ObservedTensor) -> str:
@@ -340,14 +336,6 @@ class _ModelProver:
             return began.multiplier
         total, term = self._first.tensor(first.before), self._first.tensor(began.embed)
         return fit(total, [term.view_as(total)]).multipliers[0]
-
-    # --- Writing ------------------------------------------------------------------------------
-
-
-def _kind(name: str) -> str:
-    """Returns the name of a quantity without the number of its block."""
-    head, _, last = name.rpartition(".")
-    return head if last.isdigit() else name
 
 
 def _times(multiplier: float) -> str:
