@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ferrohook.quantity.anatomy.stacks import chains, inside
-from ferrohook.quantity.anatomy.sublayers import Sublayer, Tracer
+from ferrohook.quantity.anatomy.sublayers import BlockParts, BlockStack, Tracer
 
 if TYPE_CHECKING:
-    from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
-    from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.observe import ObservedTensor
+    from ferrohook.quantity.anatomy.blocks import Anatomist
     from ferrohook.quantity.anatomy.stacks import Block
-
-
-@dataclasses.dataclass
-class BlockParts:
-    """A block of a stack, taken apart."""
-
-    block: Block
-    index: int
-    steps: list[StreamStep]
-    results: list[ObservedTensor | None]
-    """Sites of the results of its steps."""
-    sublayers: list[Sublayer]
-    kinds: dict[ObservedTensor, str] = dataclasses.field(default_factory=dict)
-    """Kinds of its contributions: attention, cross, mixer or mlp."""
-    moving: set[ObservedTensor] = dataclasses.field(default_factory=set)
-    """Contributions that depend on what their sublayer takes."""
-
-
-@dataclasses.dataclass
-class BlockStack:
-    """A stack of blocks, taken apart."""
-
-    prefix: str
-    parts: list[BlockParts]
-    broken: dict[int, str]
-    """Blocks that are not understood, with the reason."""
-    beginning: Beginning | None = None
-    ending: Ending | None = None
 
 
 def stacks_of(anatomist: Anatomist) -> list[BlockStack] | str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.errors import HookError
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
+    from ferrohook.quantity.anatomy.ends import Beginning, Ending
     from ferrohook.quantity.anatomy.observe import Look, ModuleCall
-    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.subjects import Subject
     from ferrohook.quantity.proofs.attention import FoundHeads
@@ -54,6 +55,34 @@ class Sublayer(NamedTuple):
     """Path of the norm between the last projection and the contribution."""
     inside: frozenset[str]
     """Paths of the modules that it was followed through."""
+
+
+@dataclasses.dataclass
+class BlockParts:
+    """A block of a stack, taken apart."""
+
+    block: Block
+    index: int
+    steps: list[StreamStep]
+    results: list[ObservedTensor | None]
+    """Sites of the results of its steps."""
+    sublayers: list[Sublayer]
+    kinds: dict[ObservedTensor, str] = dataclasses.field(default_factory=dict)
+    """Kinds of its contributions: attention, cross, mixer or mlp."""
+    moving: set[ObservedTensor] = dataclasses.field(default_factory=set)
+    """Contributions that depend on what their sublayer takes."""
+
+
+@dataclasses.dataclass
+class BlockStack:
+    """A stack of blocks, taken apart."""
+
+    prefix: str
+    parts: list[BlockParts]
+    broken: dict[int, str]
+    """Blocks that are not understood, with the reason."""
+    beginning: Beginning | None = None
+    ending: Ending | None = None
 
 
 class Tracer:

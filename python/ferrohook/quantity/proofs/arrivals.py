@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook.quantity.anatomy.observe import ObservedTensor
-    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.subjects import Subject
+    from ferrohook.quantity.anatomy.sublayers import BlockParts, BlockStack
     from ferrohook.quantity.proofs.proved import Proved
 
 

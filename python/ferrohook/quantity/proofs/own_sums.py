@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
-    from ferrohook.quantity.anatomy.parts import BlockParts
-    from ferrohook.quantity.anatomy.sublayers import Sublayer
+    from ferrohook.quantity.anatomy.sublayers import BlockParts, Sublayer
 
 
 class OwnSums:

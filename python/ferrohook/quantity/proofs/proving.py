@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.quantity.anatomy.observe import Look
-    from ferrohook.quantity.anatomy.parts import BlockParts, BlockStack
     from ferrohook.quantity.anatomy.stacks import Block
-    from ferrohook.quantity.anatomy.sublayers import Sublayer
+    from ferrohook.quantity.anatomy.sublayers import BlockParts, BlockStack, Sublayer
     from ferrohook.quantity.proofs.attention import FoundHeads
     from ferrohook.quantity.proofs.routers import Routed
 
