@@ -197,6 +197,18 @@ def test_detectors_run_after_the_controllers_of_their_layer() -> None:
     handle.remove()
 
 
+def test_a_hook_of_a_scope_fires_in_it_until_it_is_left() -> None:
+    layers = fi.Layers(module := nn.Identity())
+    with fh.scope() as scope:
+        layers.register_hook("", Shift(), scope=scope)
+        assert torch.equal(module(X), X + 1)
+        assert all(torch.equal(each, X) for each in in_threads(2, lambda _: module(X)))
+    assert torch.equal(module(X), X)
+    with pytest.raises(fh.errors.HookError, match="left"):
+        layers.register_hook("", Shift(), scope=scope)
+    assert type(module) is nn.Identity
+
+
 def test_a_disabled_hook_is_skipped_by_the_registry() -> None:
     called = Seen()
     layers = on(module := nn.Identity(), called)

@@ -48,7 +48,7 @@ class Controller(Hook):
     """
 
     _controls = True
-    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
+    _hook_fn: ClassVar[Any] = None  # its `_run_before` and `_run_after` do without
 
     def __init__(
         self,
@@ -76,38 +76,27 @@ class Controller(Hook):
             or None to leave the activations unchanged.
         """
 
-    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def _run_before(self, module: Any, args: Any, kwargs: Any) -> Any:
         if self._detects:
-            super()._before(module, args, kwargs)
+            super()._run_before(module, args, kwargs)
         holder = args[0] if args else kwargs
         original = first_tensor(holder, in_dicts=holder is kwargs)
-        if original is None:
+        changed = None if original is None else self._change(module, None, original)
+        if original is None or changed is None:
             return None
-        try:
-            changed = self._change(module, None, original)
-            if changed is None:
-                return None
-            holder = put_first(holder, original, fit(changed, original))
-        except Exception as error:
-            raise self._failed(error) from error
+        holder = put_first(holder, original, fit(changed, original))
         return ((holder, *args[1:]), kwargs) if args else (args, holder)
 
-    def _after(self, module: Any, args: Any, output: Any) -> Any:
+    def _run_after(self, module: Any, args: Any, output: Any) -> Any:
         if self._detects:
-            super()._after(module, args, output)
-        is_tensor = isinstance(output, Tensor)
-        original = output if is_tensor else extract_tensor_from_output(output)
-        if original is None:
+            super()._run_after(module, args, output)
+        original = extract_tensor_from_output(output)
+        changed = None if original is None else self._change(module, args, original)
+        if original is None or changed is None:
             return None
-        try:
-            changed = self._change(module, args, original)
-            if changed is None:
-                return None
-            if is_tensor:
-                return fit(changed, original)
-            return apply_modification_to_output(output, changed)
-        except Exception as error:
-            raise self._failed(error) from error
+        if output is original:
+            return fit(changed, original)
+        return apply_modification_to_output(output, changed)
 
     def _change(self, module: Any, args: Any, original: Tensor) -> Tensor | None:
         """Returns the replacement of a tensor, or None; `args` is None in a pre-forward hook."""

@@ -51,7 +51,7 @@ class Detector(Hook, Collectable):
     """
 
     _detects = True
-    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
+    _hook_fn: ClassVar[Any] = None  # its `_run_before` and `_run_after` do without
     # Behind controllers, those of negative priority included; ahead of captures.
     _priority = -(2**31)
 
@@ -137,19 +137,13 @@ class Detector(Hook, Collectable):
             return self._contents.copies.start(cast, clone=cast is source)
         return source.clone() if cast is source else cast
 
-    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            self.process_activations(module, (*args, kwargs) if kwargs else args, None)
-        except Exception as error:
-            raise self._failed(error) from error
-        return super()._before(module, args, kwargs) if self._controls else None
+    def _run_before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        self.process_activations(module, (*args, kwargs) if kwargs else args, None)
+        return super()._run_before(module, args, kwargs) if self._controls else None
 
-    def _after(self, module: Any, args: Any, output: Any) -> Any:
-        try:
-            self.process_activations(module, args, output)
-        except Exception as error:
-            raise self._failed(error) from error
-        return super()._after(module, args, output) if self._controls else None
+    def _run_after(self, module: Any, args: Any, output: Any) -> Any:
+        self.process_activations(module, args, output)
+        return super()._run_after(module, args, output) if self._controls else None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"store": None}

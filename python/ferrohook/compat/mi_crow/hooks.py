@@ -90,7 +90,7 @@ class Hook(abc.ABC):
     _default_layer: ClassVar[str | None] = None
     """Layer used without a `layer_signature`."""
 
-    # Steps of `_before` and `_after`; a hook may have both.
+    # Steps of `_run_before` and `_run_after`; a hook may have both.
     _detects: ClassVar[bool] = False
     _controls: ClassVar[bool] = False
 
@@ -218,23 +218,29 @@ class Hook(abc.ABC):
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Hook that the registry calls before a forward."""
-        if self._hook_fn is None:  # the end of the chain of a detector that controls
-            return None
         try:
-            changed = self._hook_fn(module, args, None)
+            return self._run_before(module, args, kwargs)
         except Exception as error:
             raise self._failed(error) from error
-        if changed is None:
-            return None
-        return changed if isinstance(changed, tuple) else (changed,), kwargs
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         """Hook that the registry calls after a forward."""
         try:
-            if self._hook_fn is not None:
-                self._hook_fn(module, args, output)
+            return self._run_after(module, args, output)
         except Exception as error:
             raise self._failed(error) from error
+
+    # A detector or controller has no `_hook_fn`: for one that is both, these end the chain.
+
+    def _run_before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        changed = None if self._hook_fn is None else self._hook_fn(module, args, None)
+        if changed is None:
+            return None
+        return changed if isinstance(changed, tuple) else (changed,), kwargs
+
+    def _run_after(self, module: Any, args: Any, output: Any) -> Any:
+        if self._hook_fn is not None:
+            self._hook_fn(module, args, output)
 
     def _for_registry(self, hook_type: HookType) -> tuple[Any, bool]:
         """Returns the hook that is registered, and its `with_kwargs`."""

@@ -19,7 +19,7 @@ from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -59,7 +59,7 @@ class Layers:
         self.model = model
         self._hooks: dict[str, _Registered] = {}
 
-    def register_hook(
+    def register_hook(  # noqa: PLR0913 (the last three by keyword)
         self,
         layer_signature: str | int,
         hook: Hook | Intervention,
@@ -67,6 +67,7 @@ class Layers:
         *,
         priority: int | None = None,
         on_error: OnError = "raise",
+        scope: Scope | None = None,
     ) -> str:
         """Registers a hook on a layer.
 
@@ -80,6 +81,8 @@ class Layers:
             hook_type: new `hook_type` of the hook; None leaves it.
             priority: higher runs first; None for the default of its kind.
             on_error: handling of the hook's exceptions: `raise`, `disable` or `ignore`.
+            scope: fire only in the contexts that entered this scope, until it is left; None for
+                calls in every context.
 
         Returns:
             The hook's id.
@@ -88,25 +91,10 @@ class Layers:
             SelectionError: the model has no such layer, or several; or it is a container, which is
                 never called.
             HookError: the hook, or one of its id, is registered; or the module cannot be
-                instrumented.
+                instrumented, or the scope was left.
             HookTypeError: an argument has the wrong type.
             ValueError: an unknown `hook_type` or `on_error`, or one that the hook cannot have.
         """
-        return self._register(
-            layer_signature, hook, hook_type, priority=priority, on_error=on_error
-        )
-
-    def _register(  # noqa: PLR0913 (the parameters of `register_hook` and `scope`)
-        self,
-        layer_signature: str | int,
-        hook: Hook | Intervention,
-        hook_type: HookType | str | None = None,
-        *,
-        priority: int | None = None,
-        on_error: OnError = "raise",
-        scope: Scope | None = None,
-    ) -> str:
-        """Registers a hook as `register_hook` does; with `scope`, for that scope alone."""
         if isinstance(hook, Intervention):
             hook = InterventionController(layer_signature, hook)
         if not isinstance(hook, Hook):
@@ -212,10 +200,7 @@ class Layers:
         Returns:
             True if it is registered here.
         """
-        registered = self._hooks.get(_id(hook_id))
-        if registered is not None:
-            registered.hook.enable()
-        return registered is not None
+        return self._switch(hook_id, Hook.enable)
 
     def disable_hook(self, hook_id: str) -> bool:
         """Lets calls skip a hook, at no cost.
@@ -223,9 +208,12 @@ class Layers:
         Returns:
             True if it is registered here.
         """
+        return self._switch(hook_id, Hook.disable)
+
+    def _switch(self, hook_id: str, switch: Callable[[Hook], None]) -> bool:
         registered = self._hooks.get(_id(hook_id))
         if registered is not None:
-            registered.hook.disable()
+            switch(registered.hook)
         return registered is not None
 
     def enable_all_hooks(self) -> None:

@@ -46,7 +46,7 @@ class DetectedTensors(Source):
         """Registers the detector, if it is not registered."""
         detector = self._detector
         if detector.layer is None and self._signature is not None:
-            self._layers._register(self._signature, detector, scope=scope)
+            self._layers.register_hook(self._signature, detector, scope=scope)
         self._layer = detector.layer or ""
         self._calls = self._count()
         detector.tensor_metadata.clear()  # from calls outside any batch

@@ -9,9 +9,9 @@ import. The migration page lists the differences.
 # called point as an argument: copies need no care, and a point's lists of hooks are read from its
 # registry. `hooks` is a scope; with `reset_hooks_end=False` its hooks belong to a frame that
 # stands outermost in the context and is taken out with its last hook. `run_with_cache` registers
-# native recorders in a scope: one collector for all points, or one for each where a conversion or
-# a slice makes them differ. `wrap` registers a hook with each module that sends a tensor through a
-# point.
+# native recorders of one collector in a scope; where a conversion or a slice treats points
+# differently, the hooks of `get_caching_hooks`. `wrap` registers a hook with each module that sends
+# a tensor through a point.
 
 from ferrohook.compat.transformer_lens.caching import PointCache as PointCache
 from ferrohook.compat.transformer_lens.hook_point import HookPoint as HookPoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from ferrohook._core import Collector, record_all
@@ -35,9 +34,10 @@ class _CachedValue:
 
     __slots__ = ("_value", "_versions")
 
-    def __init__(self, value: Any, *, checked: bool = False) -> None:
+    def __init__(self, value: Any, *, checked: bool = False, stale: bool = False) -> None:
         self._value = map_tensors(_with_version_tag, value) if checked else value
-        self._versions = versions_of(self._value) if checked else None
+        # No versions: a value that was changed before it was stored.
+        self._versions = [] if stale else versions_of(self._value) if checked else None
 
     def read(self, name: str) -> Any:
         if self._versions is not None:
@@ -47,52 +47,22 @@ class _CachedValue:
     def peek(self) -> Any:
         return self._value
 
-    def without_collector(self) -> _CachedValue:
-        return self
-
 
 def _with_version_tag(tensor: Tensor) -> Tensor:  # inference tensors have none
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-class _RecordedValue:
-    """The value of one point in a native collector."""
-
-    __slots__ = ("_checked", "_collector", "_index")
-
-    def __init__(self, collector: Collector, index: int, checked: bool) -> None:
-        self._collector = collector
-        self._index = index
-        self._checked = checked
-
-    def read(self, _name: str) -> Any:
-        return self._collector.read(self._index)[-1]
-
-    def peek(self) -> Any:
-        return self._collector.read(self._index, stale=True)[-1]
-
-    def without_collector(self) -> _Entry:
-        """A copy free of the collector, which keeps the other points' tensors alive."""
-        try:
-            return _CachedValue(self.read(""), checked=self._checked)
-        except StaleActivationError:
-            return self
-
-
-_Entry: TypeAlias = "_CachedValue | _RecordedValue"
-
-
 class _Entries(MutableMapping[str, Any]):
-    def __init__(self, recorded: Callable[[], dict[str, _Entry]]) -> None:
+    def __init__(self, recorded: Callable[[], dict[str, _CachedValue]]) -> None:
         self._recorded = recorded
 
     @cached_property
-    def entries(self) -> dict[str, _Entry]:
+    def entries(self) -> dict[str, _CachedValue]:
         recorded, self._recorded = self._recorded, dict  # releases the recorder
         return recorded()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the collectors; nothing writes to the tensors of a copy but its reader.
+        # Nothing writes to the tensors of a copy but its reader.
         entries = {name: _CachedValue(map_tensors(as_leaf, self[name])) for name in self}
         return {"_recorded": dict, "entries": entries}
 
@@ -104,8 +74,6 @@ class _Entries(MutableMapping[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         del self.entries[name]
-        # A deleted activation is freed at once.
-        self.entries = {name: entry.without_collector() for name, entry in self.entries.items()}
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries  # without reading
@@ -128,12 +96,12 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
         @property
         def _activations(self) -> _Entries: ...
 
-    def __new__(cls, recorded: Callable[[], dict[str, _Entry]] = dict) -> Self:  # noqa: D102 (see the class)
+    def __new__(cls, recorded: Callable[[], dict[str, _CachedValue]] = dict) -> Self:  # noqa: D102 (see the class)
         # Copies pass the entries themselves.
         entries = recorded if isinstance(recorded, _Entries) else _Entries(recorded)
         return super().__new__(cls, entries)
 
-    def __init__(self, recorded: Callable[[], dict[str, _Entry]] = dict) -> None:
+    def __init__(self, recorded: Callable[[], dict[str, _CachedValue]] = dict) -> None:
         """Starts with recorded activations, read at the first look-up."""
         del recorded  # the base has them
         super().__init__(self._activations)
@@ -151,7 +119,7 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
     def _peek(self, name: str) -> Any:
         return self._activations.entries[name].peek()
 
-    def put(self, name: str, entry: _Entry) -> None:
+    def put(self, name: str, entry: _CachedValue) -> None:
         """Stores an entry, whose own `read` gives its value."""
         self._activations.entries[name] = entry
 
@@ -226,88 +194,39 @@ class SavingHook:
             self._cache[self._key] = value
 
 
-class CacheRecorder:
-    """Native recorders on hook points, for the calls of one scope."""
+def recorded_cache(
+    points: dict[str, HookPoint], options: CacheOptions, scope: Frame, *, grads: bool
+) -> PointCache:
+    """Records hook points natively, for the calls of a scope, whose values the cache then has."""
+    names, checked = list(points), options.copy == "checked"
+    collector = Collector(
+        names,
+        detach=True,
+        copy=options.copy,
+        keep=1,
+        convert=None if options.unchanged else lambda tensor: options.cut(tensor, "", None),
+        grads=grads,
+        max_bytes=None,
+        stop=None,
+    )
+    record_all(collector, list(points.values()), BEHIND_ALL, scope)
 
-    def __init__(
-        self, points: dict[str, HookPoint], options: CacheOptions, scope: Frame, *, grads: bool
-    ) -> None:
-        self._options = options
-        self._grads = grads
-        self._names = list(points)
-        # One collector for all points, or one each if a conversion or slice differs by point.
-        self._shared: Collector | None = None
-        self._collectors: dict[str, Collector] = {}
-        # The points of `_collectors` in the order of their first calls.
-        self._fired: dict[str, None] = {}
-        if options.sliced or any(map(_conversion_of, points.values())):
-            for name, point in points.items():
-                convert = self._convert(name, point)
-                self._collectors[name] = self._record({name: point}, convert, scope)
-        else:
-            self._shared = self._record(points, self._shared_convert(), scope)
+    def entry(index: int) -> _CachedValue:
+        try:
+            return _CachedValue(collector.read(index)[-1], checked=checked)
+        except StaleActivationError:
+            return _CachedValue(collector.read(index, stale=True)[-1], stale=True)
 
-    def _record(
-        self,
-        points: dict[str, HookPoint],
-        convert: Callable[[Tensor], Tensor] | None,
-        scope: Frame,
-    ) -> Collector:
-        collector = Collector(
-            list(points),
-            detach=True,
-            copy=self._options.copy,
-            keep=1,
-            convert=convert,
-            grads=self._grads,
-            max_bytes=None,
-            stop=None,
-        )
-        record_all(collector, list(points.values()), BEHIND_ALL, scope)
-        return collector
-
-    def _shared_convert(self) -> Callable[[Tensor], Tensor] | None:
-        options = self._options
-        return None if options.unchanged else lambda tensor: options.cut(tensor, "", None)
-
-    def _convert(self, name: str, point: HookPoint) -> Callable[[Tensor], Tensor]:
-        conversion, pos_dim = point.hook_conversion, point.pos_dim
-
-        def convert(tensor: Tensor) -> Tensor:
-            self._fired.setdefault(name)
-            converted = tensor if conversion is None else conversion.convert(tensor)
-            return self._options.cut(converted, name, pos_dim)
-
-        return convert
-
-    def _recorded(self) -> dict[str, tuple[Collector, int]]:
-        """Collector and index of each point that fired, in the order of their first calls."""
-        shared = self._shared
-        if shared is None:
-            return {name: (self._collectors[name], 0) for name in self._fired}
-        return {self._names[index]: (shared, index) for index in shared.ran()}
-
-    def cache(self) -> PointCache:
-        """Returns a cache that reads the recorded values at its first look-up."""
-        return PointCache(self._entries)
-
-    def _entries(self) -> dict[str, _Entry]:
-        recorded = self._recorded()
-        checked = self._options.copy == "checked"
-        entries: dict[str, _Entry] = {
-            name: _RecordedValue(collector, index, checked)
-            for name, (collector, index) in recorded.items()
-        }
+    def entries() -> dict[str, _CachedValue]:
+        ran = collector.ran()
+        found = {names[index]: entry(index) for index in ran}
         # A backward pass reaches the points in reverse.
-        for name in reversed(list(recorded)) if self._grads else ():
-            collector, index = recorded[name]
+        for index in reversed(ran) if grads else ():
             # As in TransformerLens, whose hooks store the gradient of each backward pass anew.
-            gradients = [each[-1] if each else None for each in collector.gradients(index)[-1]]
-            if any(gradient is not None for gradient in gradients):
-                entries[f"{name}_grad"] = _CachedValue(
-                    gradients[0] if len(gradients) == 1 else gradients
-                )
-        return entries
+            last = [each[-1] if each else None for each in collector.gradients(index)[-1]]
+            if any(gradient is not None for gradient in last):
+                value = last[0] if len(last) == 1 else last
+                found[f"{names[index]}_grad"] = _CachedValue(value)
+        return found
 
-
-_conversion_of = attrgetter("_hook_conversion")
+    return PointCache(entries)

@@ -17,10 +17,10 @@ from ferrohook.attach.never_fired import explain
 from ferrohook.attach.wrapper import own_names
 from ferrohook.compat.transformer_lens.caching import (
     CacheOptions,
-    CacheRecorder,
     Copy,
     PointCache,
     SavingHook,
+    recorded_cache,
 )
 from ferrohook.compat.transformer_lens.hook_point import (
     PHASES,
@@ -437,29 +437,21 @@ class HookedRootModule(nn.Module):
             _check_batch(model_args[0])
         points = points_filtered(self, names_filter)
         options = _cache_options(device, remove_batch_dim, pos_slice, copy)
-        if not reset_hooks_end:
-            cache, fwd, bwd = self._saving_hooks(points, options, None, incl_bwd=incl_bwd)
-            with self.hooks(fwd, bwd, reset_hooks_end=False):
-                return self._call(model_args, model_kwargs, backward=incl_bwd), cache
-        with Scope(_HooksContext(self)) as level:
-            recorder = CacheRecorder(points, options, level, grads=incl_bwd)
-            try:
-                output = self._call(model_args, model_kwargs, backward=incl_bwd)
-            finally:
-                if clear_contexts:
-                    self.clear_contexts()
-        cache = recorder.cache()
+        # One collector, unless the tensors of each point are converted or sliced in another way.
+        converted = any(point._hook_conversion for point in points.values())
+        native = reset_hooks_end and not options.sliced and not converted
+        cache, fwd, bwd = self._saving_hooks({} if native else points, options, None, incl_bwd)
+        with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
+            if native:
+                cache = recorded_cache(points, options, frames.get()[-1], grads=incl_bwd)
+            output = self(*model_args, **model_kwargs)
+            if incl_bwd:
+                output.backward()
         by_name = names_filter is not None and not callable(names_filter)
         silent = [name for name in points if name not in cache] if by_name else []
         if silent:
             warnings.warn(explain(self, silent), NeverFiredWarning, stacklevel=2)
         return output, cache
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, backward: bool) -> Any:
-        output = self(*args, **kwargs)
-        if backward:
-            output.backward()
-        return output
 
     def get_caching_hooks(
         self,
@@ -496,14 +488,13 @@ class HookedRootModule(nn.Module):
         """
         options = _cache_options(device, remove_batch_dim, pos_slice, copy)
         points = points_filtered(self, names_filter)
-        return self._saving_hooks(points, options, cache, incl_bwd=incl_bwd)
+        return self._saving_hooks(points, options, cache, incl_bwd)
 
     def _saving_hooks(
         self,
         points: dict[str, HookPoint],
         options: CacheOptions,
         cache: Any,
-        *,
         incl_bwd: bool,
     ) -> tuple[Any, list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
         if cache is None:

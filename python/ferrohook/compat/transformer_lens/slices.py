@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -110,17 +111,11 @@ class Slice:
         return f"Slice({self.slice!r}, mode={self.mode!r})"
 
 
-def _as_int(value: object) -> int | None:
+def _as_int(value: Any) -> int | None:
     """Converts an int, a NumPy integer or an integer scalar tensor or array; else None."""
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        return None  # Python and PyTorch take it for an int
+    try:
+        return None if getattr(value, "ndim", 0) else operator.index(value)
+    except TypeError:
         return None
-    if isinstance(value, int | np.integer):
-        return int(value)
-    if isinstance(value, Tensor):
-        integral = not (
-            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-        )
-        return int(value.item()) if integral and value.ndim == 0 else None
-    if isinstance(value, np.ndarray) and value.ndim == 0 and np.issubdtype(value.dtype, np.integer):
-        return int(value)
-    return None

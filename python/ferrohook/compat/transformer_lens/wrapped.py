@@ -17,8 +17,6 @@ from ferrohook.registration.register import HandleGroup, add_hooks
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from ferrohook.effects.typed import Phase
@@ -29,16 +27,14 @@ Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
 
 
 class _PointHook:
-    """A hook on a module that passes its tensor through a hook point."""
-
-    phase: Phase
-    __call__: Callable[..., Any]
+    """A hook on a module that passes a tensor of its input or output through a hook point."""
 
     def __init__(self, point: HookPoint) -> None:
         self.point = point
 
-    def through(self, value: Any) -> Any:
+    def __call__(self, _module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
         """Calls the point with the first tensor; returns the changed value or None."""
+        value = output[0] if output else (args, kwargs)
         first = next(tensors_in(value), None)
         if first is None:
             return None
@@ -52,21 +48,7 @@ class _PointHook:
         return map_tensors(convert, value)
 
 
-class _InputPointHook(_PointHook):
-    phase = "forward_pre"
-
-    def __call__(self, _module: Any, args: Any, kwargs: Any) -> Any:
-        return self.through((args, kwargs))
-
-
-class _OutputPointHook(_PointHook):
-    phase = "forward"
-
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
-        return self.through(output)
-
-
-_KINDS: dict[str, type[_PointHook]] = {"hook_in": _InputPointHook, "hook_out": _OutputPointHook}
+_KINDS: dict[str, Phase] = {"hook_in": "forward_pre", "hook_out": "forward"}
 
 
 def make_points(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector) -> Points:
@@ -115,9 +97,8 @@ class WrappedModel(TransparentWrapper):
             attach(modules, attached.attachment)
             self._adopt(model, points, attached)
             for (name, kind), point in points.items():
-                hook = _KINDS[kind](point)
                 module = {_joined(name, kind): modules[name]}
-                add_hooks(attached, module, hook.phase, hook, with_kwargs=True)
+                add_hooks(attached, module, _KINDS[kind], _PointHook(point), with_kwargs=True)
         except BaseException:
             attached.remove()
             raise
