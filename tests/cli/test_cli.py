@@ -86,48 +86,45 @@ MISTAKES = {
     "fly": "'fly'.*tree.*collect.*doctor",
     "tre x": "did you mean tree",
     "tree cli_models:ready --slect 1": "did you mean --select",
-    "tree cli_models:ready --device foo": "cannot run the model on 'foo'",
+    "tree cli_models:ready --device foo": "RuntimeError: .*foo",
     "tree some/model": "the id of a model on a hub, download it first .* and pass the folder",
     "inspect nowhere": "there is no folder nowhere",
     "tree": "MODEL",
     "tree nothing": "'nothing' is neither module:factory nor a file or folder",
-    "tree cli_model:hooked": "No module named 'cli_model'; is it installed, or in this folder",
-    "tree cli_models.py:hooked": "write cli_models:hooked, without .py",
-    "tree :hooked": "cannot import ''",
+    "tree cli_model:hooked": "No module named 'cli_model'; is it in this folder or installed",
+    "tree cli_models.py:hooked": "written without .py",
+    "tree :hooked": "cannot import ':hooked': ValueError",
     "tree ..:hooked": "cannot import",
-    "tree cli_failing:model": "importing 'cli_failing' failed: ZeroDivisionError",
-    "tree cli_models:hoked": "'cli_models' has no 'hoked'; it has hooked",
-    "tree cli_models:": "'cli_models' has no ''; it has",
+    "tree cli_failing:model": r"ZeroDivisionError: .*\(--traceback shows where\)",
+    "tree cli_models:hoked": "cannot import 'cli_models:hoked'.*no attribute 'hoked'",
+    "tree cli_models:": "cli_models: is a module: name an nn.Module",
     "tree cli_models:number": (
         "cli_models:number is an int: name an nn.Module, or a callable returning one"
     ),
-    "tree cli_models:broken": r"cli_models:broken\(\) failed: KeyError: .*without arguments",
-    "tree cli_models:leaving": r"cli_models:leaving\(\) failed: SystemExit: 3",
-    "tree cli_models:needy": "failed: TypeError: .*'size'.*called without arguments",
+    "tree cli_models:broken": r"KeyError: .*no.*such weights.* \(--traceback shows where\)",
+    "tree cli_models:leaving": "SystemExit: 3",
+    "tree cli_models:needy": "TypeError: .*'size'",
     "tree cli_models:list_of_layers": "returned a list: an nn.Module was expected",
     "tree cli_models:ready --select nowhere": "nothing in Identity matches 'nowhere'",
     "tree model.pt": "loading model.pt may run any code of its author: pass --trust",
     "tree weights.pt --trust": r"weights.pt contains an OrderedDict, no nn.Module: .*save\(model",
     "tree junk.pt --trust": "junk.pt is no model",
     "tree x.safetensors": "x.safetensors is no model",
-    "tree empty": "empty has no config.json: pass a folder that save_pretrained wrote",
+    "tree empty": "OSError: .*empty|ValueError: .*empty.*config.json",
     "doctor now": "now",
     "collect cli_models:hooked --input x.pt": "--select, --store",
     "collect cli_models:hooked --select 0 --input x.pt --store x.pt/a": "a cannot be written",
     "collect cli_models:ready --select 0 --input x.pt --store acts --dtype int3": "int3",
-    "quantities cli_models:ready --out out.pt": "out.pt is written in the format .json",
-    "quantities cli_models:ready --out empty": "empty is written in the format .json",
-    "quantities cli_models:ready --out no/out.json": "no folder no",
-    "tree cli_models:hooked --input there.safetensors": "there is no file there.safetensors",
-    "tree cli_models:hooked --input there.pt": "there is no file there.pt",
-    "tree cli_models:hooked --input junk.safetensors": "cannot read junk.safetensors: SafetensorE",
-    "tree cli_models:hooked --input junk.pt": "cannot read junk.pt: save tensors alone",
-    "tree cli_models:hooked --input model.pt": "cannot read model.pt: save tensors alone",
+    "tree cli_models:hooked --input there.safetensors": "No such file .*there.safetensors",
+    "tree cli_models:hooked --input there.pt": "there.pt is no file that torch.save wrote",
+    "tree cli_models:hooked --input junk.safetensors": "SafetensorError: ",
+    "tree cli_models:hooked --input junk.pt": "junk.pt is no file that torch.save wrote",
+    "tree cli_models:hooked --input model.pt": "UnpicklingError: ",
     "tree cli_models:hooked --input text.pt": "contains a str: save a tensor, a tuple or a dict",
-    "tree cli_models:Pair --input ac.safetensors": "has c: name the tensors as .*: a, b",
-    "tree cli_models:hooked --input text": "'text' is no .*; a text needs a model folder with a",
-    "tree cli_models:Pair --input x.pt": "failed on this input: TypeError: .*'b'.*--traceback",
-    "tree cli_models:ready --input x.pt --device moon": "run the model on 'moon': RuntimeError",
+    "tree cli_models:Pair --input ac.safetensors": "TypeError: .*unexpected keyword argument 'c'",
+    "tree cli_models:hooked --input text": "hooked has no tokenizer: a text needs a model",
+    "tree cli_models:Pair --input x.pt": "TypeError: .*'b'.*--traceback",
+    "tree cli_models:ready --input x.pt --device moon": "RuntimeError: .*moon",
     f"tree {'long' * 99}": "OSError: .*File name too long",
 }
 
@@ -167,9 +164,11 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 
 
 def test_traceback_shows_the_error_with_its_cause() -> None:
-    with pytest.raises(Exception, match="broken") as raised:
+    with pytest.raises(KeyError, match="such weights"):
         main(["tree", "cli_models:broken", "--traceback"])
-    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(Exception, match="hoked") as raised:
+        main(["tree", "cli_models:hoked", "--traceback"])
+    assert isinstance(raised.value.__cause__, AttributeError)
 
 
 def test_ctrl_c_exits_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +275,7 @@ def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
     found = json.loads(capsys.readouterr().out)
     assert all("(1, 6, 384)" in found[f"encoder.layer.{n}"]["details"] for n in range(6))
     Path("empty", "config.json").write_text("{")
-    assert "transformers cannot load empty: " in error_line(["tree", "empty"], capsys)
+    assert "(--traceback shows where)" in error_line(["tree", "empty"], capsys)
 
 
 # doctor

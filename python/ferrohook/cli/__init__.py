@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
 from ferrohook.cli import collect, completion, doctor, inspect, quantities, tree, verify
-from ferrohook.cli.errors import UserError, describe, to_line
+from ferrohook.cli.errors import UserError, describe, need, to_line
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        if options.command != "doctor":
+            need("torch")
         return int(COMMANDS[options.command].run(options))
     except BrokenPipeError:
         # The reader closed the pipe: keep the interpreter from flushing into it at exit.
@@ -74,11 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (UserError, HookError, OSError) as error:
+    except (Exception, SystemExit) as error:
         if options.traceback:
             raise
-        # An OSError's own message names its file.
-        message = describe(error) if isinstance(error, OSError) else str(error)
+        message = str(error)
+        if not isinstance(error, UserError | HookError):
+            reasons = [describe(error), *getattr(error, "__notes__", ())]
+            message = f"{'; '.join(reasons)} (--traceback shows where)"
         print(f"ferrohook {options.command}: {to_line(message)}", file=sys.stderr)
         return USER_ERROR
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import UserError, failing_as, need, warnings_as_lines
+from ferrohook.cli.errors import UserError, warnings_as_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a .safetensors file with the tensors that the plan names",
     )
-    models.add_device(parser)
 
 
 def _key(text: str) -> int | str:
@@ -107,7 +106,6 @@ def _index(text: str) -> tuple[int | slice | EllipsisType, ...]:
 
 def run(options: argparse.Namespace) -> int:
     """Stores the outputs of the batches that the run lacks, and prints their number."""
-    need("torch")
     import torch
 
     import ferrohook as fh
@@ -116,13 +114,9 @@ def run(options: argparse.Namespace) -> int:
         msg = f"--batch-size is at least 1, got {options.batch_size}"
         raise UserError(msg)
     plan = _plan(options)
-    model = models.load(options.model, trust=options.trust).eval()
-    models.move(model, options.device)
+    model = models.load(options).eval()
     batches = _Batches(model, options)
-    failing = failing_as(
-        "the model failed", " (--traceback shows where)", own=(fh.HookError, OSError)
-    )
-    with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"), failing:
+    with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"):
         done = fh.collect(
             model,
             batches,
@@ -144,21 +138,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan | None:
-    if options.plan is None:
-        if options.tensors is not None:
-            msg = "--tensors has the tensors that a plan names: pass --plan too"
-            raise UserError(msg)
-        return None
-    if options.tensors is not None:
-        need("safetensors")
     from ferrohook.plans import Plan
 
-    try:
+    if options.plan is not None:
         # Ctrl-C ends a regex that takes for ever.
         return Plan.from_json(options.plan.read_bytes(), options.tensors, regex=True)
-    except ValueError as error:
-        msg = f"cannot read {options.plan}: {error}"
-        raise UserError(msg) from error
+    if options.tensors is not None:
+        msg = "--tensors has the tensors that a plan names: pass --plan too"
+        raise UserError(msg)
+    return None
 
 
 class _Batches:
@@ -168,23 +156,19 @@ class _Batches:
         self._model = model
         self._options = options
         self._parts: list[Path | list[str]] = []
+        size = options.batch_size
         for path in options.input:
-            if path.suffix != ".txt":
+            if path.suffix == ".txt":
+                texts = [line for line in path.read_text().splitlines() if line.strip()]
+                self._parts += [texts[start : start + size] for start in range(0, len(texts), size)]
+            else:
                 self._parts.append(path)
-                continue
-            texts = [line for line in path.read_text().splitlines() if line.strip()]
-            size = options.batch_size
-            self._parts += [texts[start : start + size] for start in range(0, len(texts), size)]
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Any]:
-        where = self._options.model
         for part in self._parts:
-            args, kwargs = (
-                inputs.read(str(part), where, self._model)
-                if isinstance(part, Path)
-                else ((), inputs.tokens(part, where))
-            )
-            yield models.move(kwargs or args, self._options.device)
+            source = str(part) if isinstance(part, Path) else part
+            args, kwargs = inputs.read(source, self._model, self._options)
+            yield kwargs or args

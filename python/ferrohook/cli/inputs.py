@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ferrohook.cli.errors import UserError, failing_as, need
+from ferrohook.cli.errors import UserError, need
 from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
@@ -18,115 +19,73 @@ if TYPE_CHECKING:
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
-def add_options(
-    parser: argparse.ArgumentParser, *, required: bool = True, purpose: str = ""
-) -> None:
+def add_options(parser: argparse.ArgumentParser, purpose: str) -> None:
     """Adds the option for the input."""
     parser.add_argument(
         "--input",
         metavar="INPUT",
-        required=required,
         help=f"{purpose}a .safetensors or .pt file (tensors by the names of the forward's "
         "parameters, or one tensor alone), or a text where the model is a folder with a tokenizer",
     )
 
 
-def read(source: str, where: str, model: nn.Module) -> Call:
-    """Reads the positional and keyword arguments of the model's call.
+def read(source: str | list[str], model: nn.Module, options: argparse.Namespace) -> Call:
+    """Reads the positional and keyword arguments of the model's call, onto its device.
 
     Args:
-        source: a path or a text.
-        where: path or `module:factory` of the model.
+        source: a path, a text, or texts of one batch.
         model: the model.
+        options: of the command, for the model.
 
     Raises:
-        UserError: the input cannot be read, or the model does not take it.
+        UserError: a text without a tokenizer, or a file with something else.
     """
-    path = Path(source)
-    match path.suffix:
-        case ".safetensors":
-            return _by_name(_safetensors(path), path, model)
-        case ".pt" | ".pth":
-            return _arguments(_torch(path), path, model)
-    if not _has_tokenizer(where):
-        msg = (
-            f"{source!r} is no .safetensors or .pt file; a text needs a model folder with a "
-            "tokenizer, saved by transformers"
-        )
-        raise UserError(msg)
-    return (), tokens([source], where)
+    from ferrohook.util.tensors import map_tensors
+
+    call = _arguments(source, model, options.model)
+    moved: Call = map_tensors(lambda tensor: tensor.to(options.device), call)
+    return moved
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
-    need("safetensors")
-    import safetensors.torch
-
-    _check_there(path)
-    with failing_as(f"cannot read {path}", "; was it written by safetensors?"):
-        return safetensors.torch.load_file(path)
-
-
-def _torch(path: Path) -> Any:
+def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
     import torch
 
-    _check_there(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        msg = f"cannot read {path}: save tensors alone by torch.save"
-        raise UserError(msg) from error
+    if isinstance(source, list):
+        return (), _tokens(source, where)
+    value: Any
+    match Path(source).suffix:
+        case ".safetensors":
+            need("safetensors")
+            import safetensors.torch
 
-
-def _check_there(path: Path) -> None:
-    if not path.is_file():
-        msg = f"there is no file {path} to read the input from"
-        raise UserError(msg)
-
-
-def _arguments(value: Any, path: Path, model: nn.Module) -> Call:
-    from torch import Tensor
-
+            value = safetensors.torch.load_file(source)
+        case ".pt" | ".pth":
+            if not zipfile.is_zipfile(source):
+                msg = f"{source} is no file that torch.save wrote"
+                raise UserError(msg)
+            value = torch.load(source, map_location="cpu", weights_only=True)
+        case _:
+            return (), _tokens([source], where)
     match value:
-        case Tensor():
+        case torch.Tensor():
             return (value,), {}
         case tuple() | list():
             return tuple(value), {}
         case dict():
-            return _by_name(value, path, model)
-    msg = f"{path} contains {with_article(value)}: save a tensor, a tuple or a dict of tensors"
+            named = value.keys() & inspect.signature(model.forward).parameters.keys()
+            return (tuple(value.values()), {}) if len(value) == 1 and not named else ((), value)
+    msg = f"{source} contains {with_article(value)}: save a tensor, a tuple or a dict of tensors"
     raise UserError(msg)
 
 
-def _by_name(tensors: dict[Any, Any], path: Path, model: nn.Module) -> Call:
-    parameters = inspect.signature(model.forward).parameters
-    if len(tensors) == 1 and not tensors.keys() & parameters.keys():
-        return tuple(tensors.values()), {}
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    unknown = [str(name) for name in tensors if name not in parameters]
-    if not tensors or (unknown and not takes_any):
-        content = f"has {', '.join(unknown)}" if unknown else "is empty"
-        msg = f"{path} {content}: name the tensors as the forward does: {', '.join(parameters)}"
-        raise UserError(msg)
-    return (), tensors
-
-
-def _has_tokenizer(where: str) -> bool:
-    return (Path(where) / "tokenizer_config.json").is_file()
-
-
-def tokens(texts: list[str], where: str) -> dict[str, Any]:
-    """Returns the tokens of texts, as the keyword arguments of a model.
-
-    Raises:
-        UserError: the model is no folder with a tokenizer, or the tokenizer failed.
-    """
-    if not _has_tokenizer(where):
+def _tokens(texts: list[str], where: str) -> dict[str, Any]:
+    if not (Path(where) / "tokenizer_config.json").is_file():
         msg = (
-            f"{where} has no tokenizer: a text needs a model folder saved by transformers with one"
+            f"{where} has no tokenizer: a text needs a model folder with one, saved by "
+            "transformers; tensors are read from .safetensors and .pt files"
         )
         raise UserError(msg)
-    with failing_as(f"the tokenizer in {where} failed"):
-        return dict(_tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1))
+    return dict(_tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1))
 
 
 @functools.cache

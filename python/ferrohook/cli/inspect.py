@@ -53,7 +53,6 @@ def opened(options: argparse.Namespace, *, read_only: bool) -> LocalStore:
     Raises:
         UserError: there is no such folder.
     """
-    need("torch")
     from ferrohook.data import LocalStore
 
     if not Path(options.store).is_dir():

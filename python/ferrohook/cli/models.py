@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
+import pkgutil
 import re
 import sys
 import zipfile
-from difflib import get_close_matches
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli.errors import UserError, describe, failing_as, need
+from ferrohook.cli.errors import UserError, describe, need
 from ferrohook.util.texts import with_article
 
 if TYPE_CHECKING:
@@ -34,32 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load a file of torch.save(model), which may run any code of its author",
     )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the device."""
     parser.add_argument("--device", default="cpu", help="device of the model; cpu by default")
 
 
-def move(what: Any, device: str) -> Any:
-    """Moves a model, or the tensors of a structure, to a device.
-
-    Raises:
-        UserError: the device is unknown or not available.
-    """
-    from torch import Tensor, nn
-
-    from ferrohook.util.tensors import map_tensors
-
-    def to_device(each: Tensor | nn.Module) -> Any:
-        return each.to(device)
-
-    with failing_as(f"cannot run the model on {device!r}"):
-        return to_device(what) if isinstance(what, nn.Module) else map_tensors(to_device, what)
-
-
-def load(model: str, *, trust: bool) -> nn.Module:
-    """Loads the model.
+def load(options: argparse.Namespace) -> nn.Module:
+    """Loads the model, onto its device.
 
     Raises:
         UserError: it does not exist, or cannot be loaded.
@@ -67,13 +44,13 @@ def load(model: str, *, trust: bool) -> nn.Module:
     # Like `python`, imports from the current folder, for unpickling too.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    path = Path(model)
+    model, path = options.model, Path(options.model)
     if path.is_dir():
-        return _from_transformers(path)
+        return _from_transformers(path).to(options.device)
     if path.is_file():
-        return _from_file(path, trust=trust)
+        return _from_file(path, trust=options.trust).to(options.device)
     if ":" in model:
-        return _from_module(model)
+        return _from_module(model).to(options.device)
     msg = f"{model!r} is neither module:factory nor a file or folder that exists"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         msg += (
@@ -84,22 +61,11 @@ def load(model: str, *, trust: bool) -> nn.Module:
 
 
 def _from_module(model: str) -> nn.Module:
-    module_name, _, attributes = model.partition(":")
-    with failing_as(f"importing {module_name!r} failed", " (--traceback shows where)"):
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, ValueError, TypeError) as error:
-            hint = "is it installed, or in this folder?"
-            if module_name.endswith(".py"):
-                hint = f"write {module_name.removesuffix('.py')}:{attributes}, without .py"
-            msg = f"cannot import {module_name!r}: {describe(error)}; {hint}"
-            raise UserError(msg) from error
     try:
-        found: object = reduce(getattr, attributes.split("."), module)
-    except AttributeError as error:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        closest = get_close_matches(attributes, public) or public[:5]
-        msg = f"{module_name!r} has no {attributes!r}; it has {', '.join(closest) or 'nothing'}"
+        found = pkgutil.resolve_name(model)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "is it in this folder or installed, and written without .py?"
+        msg = f"cannot import {model!r}: {describe(error)}; {hint}"
         raise UserError(msg) from error
     return _module(found, model)
 
@@ -112,8 +78,7 @@ def _module(found: object, where: str) -> nn.Module:
     if not callable(found):
         msg = f"{where} is {with_article(found)}: name an nn.Module, or a callable returning one"
         raise UserError(msg)
-    with failing_as(f"{where}() failed", " (it is called without arguments)"):
-        result = found()
+    result = found()
     if not isinstance(result, nn.Module):
         msg = f"{where}() returned {with_article(result)}: an nn.Module was expected"
         raise UserError(msg)
@@ -127,14 +92,13 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
     if not zipfile.is_zipfile(path):
         msg = f"{path} is no model: pass a file of torch.save(model), or module:factory"
         raise UserError(msg)
-    with failing_as(f"cannot load {path}", "; was it saved by torch.save(model, path)?"):
-        try:
-            loaded: Any = torch.load(path, map_location="cpu", weights_only=not trust)
-        except pickle.UnpicklingError as error:
-            if trust:
-                raise
-            msg = f"loading {path} may run any code of its author: pass --trust if you trust them"
-            raise UserError(msg) from error
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust:
+            raise
+        msg = f"loading {path} may run any code of its author: pass --trust if you trust them"
+        raise UserError(msg) from error
     if not isinstance(loaded, nn.Module):
         msg = (
             f"{path} contains {with_article(loaded)}, no nn.Module: save the whole model by "
@@ -145,22 +109,18 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
 
 
 def _from_transformers(path: Path) -> nn.Module:
-    if not (path / "config.json").is_file():
-        msg = f"{path} has no config.json: pass a folder that save_pretrained wrote"
-        raise UserError(msg)
     need("transformers")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with failing_as(f"transformers cannot load {path}"):
-        # An unset `trust_remote_code` prompts at the terminal.
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(path, **options)
-        # The saved class, for its names; else the model without a head.
-        saved = (config.architectures or ["AutoModel"])[0]
-        cls: Any = getattr(transformers, saved, transformers.AutoModel)
-        model, found = cls.from_pretrained(path, output_loading_info=True, **options)
+    # An unset `trust_remote_code` prompts at the terminal.
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(path, **options)
+    # The saved class, for its names; else the model without a head.
+    saved = (config.architectures or ["AutoModel"])[0]
+    cls: Any = getattr(transformers, saved, transformers.AutoModel)
+    model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
         print(f"ferrohook: random, not in {path}: {', '.join(missing)}", file=sys.stderr)
     loaded: nn.Module = model

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import UserError, check_writable, need
 
 if TYPE_CHECKING:
     import argparse
-
-    from ferrohook import Quantities
 
 EXAMPLES = """
 ferrohook quantities ./llama
@@ -23,7 +20,7 @@ ferrohook quantities ./llama --check quantities.json
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     models.add_options(parser)
-    inputs.add_options(parser, required=False, purpose="example, for models without input_ids: ")
+    inputs.add_options(parser, "example, for models without input_ids: ")
     parser.add_argument(
         "--out", metavar="PATH", type=Path, help="a .json file for the table, for --check"
     )
@@ -33,22 +30,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a .json file of --out, to compare the model with",
     )
-    models.add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table."""
-    if options.out is not None:
-        check_writable(options.out, ".json")
-    need("torch")
     import ferrohook as fh
 
-    former = None if options.check is None else _read(options.check)
-    model = models.move(models.load(options.model, trust=options.trust), options.device)
-    args, kwargs = (), {}
-    if options.input is not None:
-        read = inputs.read(options.input, options.model, model)
-        args, kwargs = models.move(read, options.device)
+    former = None if options.check is None else fh.Quantities.from_json(options.check.read_text())
+    model = models.load(options)
+    args, kwargs = ((), {}) if options.input is None else inputs.read(options.input, model, options)
     table = fh.quantities(model, *args, **kwargs)
     print(table.to_json() if options.json else table)
     if options.out is not None:
@@ -58,13 +48,3 @@ def run(options: argparse.Namespace) -> int:
         if not options.json:
             print(f"all {len(former)} quantities of {options.check} are proved at their places")
     return 0
-
-
-def _read(path: Path) -> Quantities:
-    import ferrohook as fh
-
-    try:
-        return fh.Quantities.from_json(path.read_text())
-    except ValueError as error:
-        msg = f"{path}: {error}"
-        raise UserError(msg) from error

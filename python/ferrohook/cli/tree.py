@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import failing_as, need
 
 if TYPE_CHECKING:
     import argparse
@@ -33,28 +31,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="**",
         help="names or globs of the modules to show, '*' for those at the top; all if left out",
     )
-    inputs.add_options(parser, required=False, purpose="shows shapes of outputs, and parameters: ")
-    models.add_device(parser)
+    inputs.add_options(parser, "shows shapes of outputs, and parameters: ")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the tree."""
-    need("torch")
     import ferrohook as fh
 
-    model = models.load(options.model, trust=options.trust)
-    models.move(model, options.device)
-    details = None if options.input is None else _details(model, options)
+    model = models.load(options)
+    details = {} if options.input is None else _details(model, options)
     if options.json:
-        print(json.dumps(_described(model, options, details or {}), indent=1))
+        print(json.dumps(_described(model, options, details), indent=1))
         return 0
-    if importlib.util.find_spec("rich") is None:
-        print(_indented(_described(model, options, details or {})))
-        return 0
-    from rich.console import Console
-
     shown = fh.summary(model, options.select, details=details)
     if sys.stdout.isatty():
+        from rich.console import Console
+
         Console().print(shown)
     else:
         print(shown)  # lines stay whole
@@ -85,18 +77,6 @@ def _described(
     return described
 
 
-def _indented(modules: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for name, about in modules.items():
-        indent = "  " * (name.count(".") + 1 if name else 0)
-        lines.append(f"{indent}{name} {about['class']} {about['details']}".rstrip())
-        lines += [
-            f"{indent}  {hook['phase']} {hook['hook']} ({hook['calls']} calls)"
-            for hook in about["hooks"]
-        ]
-    return "\n".join(lines)
-
-
 def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     """Runs the model; returns the shapes of outputs and the number of parameters by module."""
     import torch
@@ -104,9 +84,7 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     import ferrohook as fh
     from ferrohook.util.tensors import tensors_by_path
 
-    args, kwargs = inputs.read(options.input, options.model, model)
-    model.eval()
-    args, kwargs = models.move((args, kwargs), options.device)
+    args, kwargs = inputs.read(options.input, model.eval(), options)
     seen: dict[nn.Module, set[tuple[int, ...]]] = {}
 
     def note(module: nn.Module, _args: object, output: object) -> None:
@@ -115,9 +93,8 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
         shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
 
     hooks = fh.register(model, None, note)
-    failing = failing_as("the model failed on this input", " (--traceback shows where)")
     try:
-        with failing, torch.no_grad():
+        with torch.no_grad():
             model(*args, **kwargs)
     finally:
         hooks.remove()
