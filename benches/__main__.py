@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benches import report, running
 from benches.harness import FULL, QUICK
 from ferrohook.cli import Parser
-from ferrohook.cli.errors import UserError, check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,12 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compare with the build of ferrohook that another interpreter has",
     )
     options = parser.parse_args(arguments)
-    try:
-        for path, suffix in ((options.json, ".json"), (options.plot, ".svg")):
-            if path is not None:
-                check_writable(path, suffix)
-    except UserError as mistake:
-        parser.error(str(mistake))
+    for path in filter(None, (options.json, options.plot)):
+        if not path.parent.is_dir():
+            parser.error(f"cannot write {path}: there is no folder {path.parent}, make it first")
     groups = running.find_groups(options.only)
     if not groups:
         parser.error(f"no row and no file has {options.only!r} in its name: leave --only out")

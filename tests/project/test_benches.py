@@ -160,8 +160,7 @@ def test_a_failed_group_is_reported_and_the_others_are_measured(
 MISTAKES = {
     "--only zebra": "no row and no file has 'zebra' in its name",
     "--json there/x.json": "there is no folder there, make it first",
-    "--plot empty": "format .svg",
-    "--plot empty.jpg": "format .svg",
+    "--plot there/x.svg": "there is no folder there, make it first",
     "--quick 3": "3",
     "--against nowhere/python": "there is no interpreter nowhere/python",
     f"--against {sys.executable} --json x.json": "no --json",
