@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import ferrohook as fh
+from ferrohook.engines import uploads
 from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.options import EngineOptions
+from ferrohook.engines.uploads import Vectors, VectorsOfPlan
 
 WIDTH = 4
 TABLE = ModuleTable({name: ModuleInfo("tensor", WIDTH, 4 * WIDTH) for name in ("", "0")}, {})
@@ -29,14 +31,14 @@ def salt(
     plan: fh.Plan, prompt: int = 8, of_client: Any = None, secret: bytes = b"secret"
 ) -> str | None:
     judge = admission(secret)
-    return judge.salt(judge.read(plan.to_json(), {}, {}), prompt, of_client)
+    return judge.salt(judge.read(plan.to_json(), VectorsOfPlan.travelled({})), prompt, of_client)
 
 
 def test_a_salt_is_one_of_this_process() -> None:
     """A client that knows the plan, the code and its own salt cannot make it."""
     made = salt(CHANGE, secret=b"one")
     assert made != salt(CHANGE, secret=b"other")
-    read = admission().read(CHANGE.to_json(), {}, {})
+    read = admission().read(CHANGE.to_json(), VectorsOfPlan.travelled({}))
     for content in (
         read.digest,
         json.dumps([None, read.digest, None]),
@@ -52,7 +54,7 @@ def test_a_salt_is_one_of_this_process() -> None:
 def test_salts_differ_where_anything_does() -> None:
     """Of a client, that could be taken for another's together with a plan or a length."""
     plans = [CHANGE, BEFORE_END, fh.Plan(fh.on("0", fh.Scale(3.0)))]
-    read = admission().read(CHANGE.to_json(), {}, {})
+    read = admission().read(CHANGE.to_json(), VectorsOfPlan.travelled({}))
     clients: list[Any] = [
         None,
         "",
@@ -81,13 +83,10 @@ def test_vectors_of_one_name_have_salts_of_their_content() -> None:
     judge = admission()
     found = set()
     for number in (1.0, 2.0):
-        vectors = {"v": torch.full((WIDTH,), number)}
-        plan = '{"version": 1, "entries": []}'
-        used = {
-            name: hashlib.sha256(it.numpy().tobytes()).hexdigest() for name, it in vectors.items()
-        }
-        read = judge.read(plan, vectors, used)
-        found.add(read.digest)
+        named = VectorsOfPlan.travelled({"v": torch.full((WIDTH,), number)})
+        add = {"type": "Add", "vector": {"tensor": "v"}}
+        plan = {"version": 1, "entries": [{"type": "on", "what": "0", "hook": add}]}
+        found.add(judge.read(plan, named).digest)
     assert len(found) == 2
 
 
@@ -107,4 +106,28 @@ def nested() -> list[Any]:
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object(), b"{}", nested()], ids=type)
 def test_what_is_no_json_is_the_clients_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"the JSON of Plan\.to_json|an object is expected"):
-        admission().read(value, {}, {})
+        admission().read(value, VectorsOfPlan.travelled({}))
+
+
+def test_bounds_come_before_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of each of 200,000 names takes seconds."""
+    digested: list[Any] = []
+    whole = uploads.digest_of
+
+    def counted(vector: Any) -> str:
+        digested.append(vector)
+        return whole(vector)
+
+    monkeypatch.setattr(uploads, "digest_of", counted)
+    vector = torch.ones(WIDTH)
+    many = {str(number): vector for number in range(10_001)}
+    with pytest.raises(ValueError, match="at most 10,000 vectors, got 10,001"):
+        Vectors(2**30).packed(many)
+    with pytest.raises(ValueError, match="more than vectors_bytes=99"):
+        Vectors(99).packed({str(number): vector for number in range(10)})
+    assert digested == []
+    add = {"type": "Add", "vector": {"tensor": "7"}}
+    plan = {"version": 1, "entries": [{"type": "on", "what": "0", "hook": add}] * 3}
+    read = admission().read(plan, VectorsOfPlan.travelled(many))
+    assert len(digested) == 1
+    assert read.used.keys() == {"7"}

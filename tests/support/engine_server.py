@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
 
@@ -64,3 +65,28 @@ def started(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its other processes
         process.wait()
+
+
+def check_unserved_routes(client: httpx.Client, served: Collection[str], plan: str) -> None:
+    """Asserts that a server refuses a plan on each route but some, wherever its body has it.
+
+    Args:
+        client: of the server.
+        served: paths of the routes that serve plans.
+        plan: its JSON.
+    """
+    given = {"ferrohook": plan}
+    bodies = [{"vllm_xargs": given}, {"sampling_params": [{"custom_params": given}]}]
+    found = client.get("/openapi.json").json()["paths"]
+    assert served <= found.keys()
+    asked = 0
+    for path, methods in found.items():
+        if path in served or path.startswith("/v1/ferrohook"):
+            continue
+        for method in methods.keys() & {"post", "put"}:
+            for body in bodies:
+                answer = client.request(method, re.sub(r"\{.*?\}", "x", path), json=body)
+                assert answer.status_code == httpx.codes.BAD_REQUEST, (path, answer.text)
+                assert "serves no plans of ferrohook" in answer.json()["error"]["message"]
+                asked += 1
+    assert asked > 10

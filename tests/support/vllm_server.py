@@ -22,6 +22,14 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """Of chats."""
 KEY = {"Authorization": "Bearer secret"}
 NEW = 10
+SEVERAL = """
+import importlib.metadata
+find = importlib.metadata.version
+importlib.metadata.version = lambda name: "0+cpu" if name == "vllm" else find(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+"""Program that starts several API servers; the build for CPUs is another package than vllm."""
 
 
 class Server(NamedTuple):
@@ -32,7 +40,7 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, log: Path) -> Iterator[Server]:
+def serving(folder: Path, log: Path, **further: Any) -> Iterator[Server]:
     """Starts a server with the routes of the plug-in; ends it and its processes."""
     port = free_port()
     options = {
@@ -48,8 +56,11 @@ def serving(folder: Path, log: Path) -> Iterator[Server]:
         "api-key": "secret",
         "kv-cache-memory-bytes": 2**26,
         "chat-template": TEMPLATE,
+        **further,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    if further:  # of several processes
+        command = [sys.executable, "-c", SEVERAL, "serve", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"}
     with started(command, port, log, environment, 0.8 * patience()) as process:

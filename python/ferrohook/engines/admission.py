@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.options import EngineOptions
+    from ferrohook.engines.uploads import VectorsOfPlan
     from ferrohook.plans.positions import At
 
 _SALT: Final = f"{NAME}:"
@@ -74,22 +75,22 @@ class Admission:
         self._options = options
         self._secret = secret
 
-    def read(self, value: Any, vectors: Mapping[str, Tensor], used: dict[str, str]) -> ReadPlan:
+    def read(self, value: Any, named: VectorsOfPlan) -> ReadPlan:
         """Reads a plan that a client sent.
 
         Args:
             value: its JSON, as text or as objects.
-            vectors: the vectors that it may name.
-            used: digests of the vectors that it names, once it was read.
+            named: the vectors that it may name.
 
         Raises:
             ValueError: the plan is bad; the request must not be scheduled.
         """
         text = text_of(value)
         try:
-            plan = Plan.from_json(text, vectors)
+            plan = Plan.from_json(text, named)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
+        used = named.used
         return ReadPlan(rewritten(plan, self._modules), text, used, _digest(text, used))
 
     def check_captures(self, plan: Plan, prompt_length: int, new_tokens: int) -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from abc import ABC, abstractmethod
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import safetensors
 import safetensors.torch
 from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
 
-from ferrohook.engines.uploads import packed_vectors
+from ferrohook.engines.wire import NAME
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from torch import Tensor
 
     from ferrohook.engines.uploads import Vectors
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
 _MOST_BYTES: Final = 2**28
 _MOST_ARRIVING: Final = 2 * _MOST_BYTES
 """Bytes of all bodies that are on their way or being read at a time."""
+_CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
+"""Fields of a body in which a plan comes."""
 
 
 class EngineRoutes(ABC):
@@ -55,12 +63,17 @@ class EngineRoutes(ABC):
         """Returns the uploaded vectors; 501 if plans are refused, with the reason."""
 
     @abstractmethod
-    async def _send(self, data: bytes) -> None:
-        """Sends vectors, as safetensors by their digests, to where the model runs."""
+    async def _send(self, data: bytes, digests: dict[str, str]) -> None:
+        """Sends vectors, as safetensors by their digests, to where the model runs.
+
+        Args:
+            data: the vectors.
+            digests: by name.
+        """
 
     @abstractmethod
-    async def _discard(self, digest: str) -> None:
-        """Discards a vector where the model runs."""
+    async def _discard(self, digest: str, name: str = "") -> None:
+        """Discards a vector, and a name of it, where the model runs."""
 
     async def vectors(self) -> dict[str, list[int]]:
         """Lists the uploaded vectors, with their shapes."""
@@ -75,13 +88,13 @@ class EngineRoutes(ABC):
         uploaded = await self._uploaded()
         async with self._body(request) as body:
             # In a thread: seconds, in which the engine's texts would stand still.
-            vectors, data, digests = await asyncio.to_thread(_read, body)
+            vectors = await asyncio.to_thread(_read, body)
             async with self._changing_vectors:
                 try:
-                    uploaded.check_room(vectors)
+                    data, digests = await asyncio.to_thread(uploaded.packed, vectors)
                 except ValueError as error:
                     raise HTTPException(413, str(error)) from error
-                await self._send(data)
+                await self._send(data, digests)
                 for digest in uploaded.put(vectors, digests):
                     await self._discard(digest)
         return {name: list(vector.shape) for name, vector in vectors.items()}
@@ -115,14 +128,71 @@ class EngineRoutes(ABC):
                 digest = uploaded.drop(name)
             except KeyError:
                 raise HTTPException(404, f"no vector {name!r} was uploaded") from None
-            if digest is not None:
-                await self._discard(digest)
+            await self._discard(digest, name)
 
 
-def _read(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:
-    """Reads vectors; returns them, their form for a worker, and their digests."""
+def _read(body: bytes) -> dict[str, Tensor]:
     try:
-        vectors = safetensors.torch.load(body)
+        return safetensors.torch.load(body)
     except (safetensors.SafetensorError, ValueError) as error:
         raise HTTPException(422, f"the body is no safetensors: {error}") from error
-    return vectors, *packed_vectors(vectors)
+
+
+class PlanGate:
+    """Middleware that refuses plans, with 400, on routes that would ignore them.
+
+    Args:
+        app: the application behind it.
+        served: paths of the routes that serve plans, or refuse them on their own.
+    """
+
+    def __init__(self, app: ASGIApp, served: Collection[str]) -> None:
+        self._app = app
+        self._served = served
+
+    @classmethod
+    def add(cls, app: FastAPI, served: Collection[str]) -> None:
+        """Adds it to an application, behind authentication and decompression."""
+        own = Middleware(cls, served=served)
+        if all(each.cls != own.cls for each in app.user_middleware):
+            app.user_middleware.append(own)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it."""
+        if scope["type"] != "http" or scope["path"] in self._served:
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        while not messages or messages[-1].get("more_body"):
+            messages.append(await receive())
+        if _names_plan(b"".join(each.get("body", b"") for each in messages)):
+            served = ", ".join(sorted(self._served))
+            msg = f"{scope['path']} serves no plans of ferrohook; these do: {served}"
+            status = HTTPStatus.BAD_REQUEST
+            error = {"message": msg, "type": "BadRequestError", "code": status}
+            await JSONResponse({"error": error}, status)(scope, receive, send)
+            return
+
+        async def again() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _names_plan(body: bytes) -> bool:
+    """True if a body is JSON that carries a plan."""
+    if f'"{NAME}"'.encode() not in body:
+        return False
+    try:
+        return _carries(json.loads(body))
+    except (ValueError, RecursionError):
+        return False  # the route's own refusal
+
+
+def _carries(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_carries, value))
+    return isinstance(value, dict) and any(
+        _carries(each) or (key in _CARRIERS and isinstance(each, dict) and NAME in each)
+        for key, each in value.items()
+    )

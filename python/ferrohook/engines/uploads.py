@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import safetensors.torch
 from torch import Tensor
 
-from ferrohook.engines.wire import digest_of
+from ferrohook.engines.wire import digest_of, header_of
 from ferrohook.util.arguments import expect
 
 _MOST_VECTORS: Final = 10_000
@@ -31,12 +32,22 @@ class Vectors(Mapping[str, Tensor]):
         self._replaced: dict[str, int] = {}
         """Bytes of vectors whose names mean others by now, by digest, the oldest first."""
 
-    def check_room(self, vectors: Mapping[str, Tensor]) -> None:
-        """Checks that more vectors may be named.
+    def packed(self, vectors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
+        """Returns vectors as safetensors by their digests, and these by name.
 
         Raises:
+            HookTypeError: a vector is no tensor.
             ValueError: there would be too many, or too many bytes of them; or a name is too long.
         """
+        for name, vector in vectors.items():
+            expect(vector, Tensor, f"the vector {name[:_LONGEST_NAME]!r} is a tensor")
+        self._check_room(vectors)  # digests take time
+        plain = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
+        digests = {name: digest_of(vector) for name, vector in plain.items()}
+        by_digest = {digests[name]: vector.clone() for name, vector in plain.items()}
+        return safetensors.torch.save(by_digest), digests
+
+    def _check_room(self, vectors: Mapping[str, Tensor]) -> None:
         if any(len(name) > _LONGEST_NAME for name in vectors):
             msg = f"names of vectors have at most {_LONGEST_NAME} characters"
             raise ValueError(msg)
@@ -60,6 +71,8 @@ class Vectors(Mapping[str, Tensor]):
         """
         for name, vector in vectors.items():
             if (former := self._named.get(name)) is not None:
+                if former[1] == digests[name]:
+                    continue
                 self._replaced[former[1]] = former[0].nbytes
             self._named[name] = vector.detach().cpu().clone(), digests[name]
         named = {digest for _, digest in self._named.values()}
@@ -72,15 +85,31 @@ class Vectors(Mapping[str, Tensor]):
             del self._replaced[gone[-1]]
         return gone
 
-    def drop(self, name: str) -> str | None:
-        """Drops a name; returns its digest if no other name has it.
+    def digests(self) -> list[str]:
+        """Returns the digests of the vectors."""
+        return [digest for _, digest in self._named.values()]
+
+    def sync(self, data: bytes) -> None:
+        """Takes over names and vectors of another process, as its worker has them.
+
+        Args:
+            data: safetensors of the vectors whose digests are new here, by these; the digests of
+                all names are metadata.
+        """
+        names: dict[str, str] = json.loads(header_of(data)["__metadata__"]["names"])
+        for name in self._named.keys() - names.keys():
+            self.drop(name)
+        known = {digest: vector for vector, digest in self._named.values()}
+        known |= safetensors.torch.load(data)
+        self.put({name: known[digest] for name, digest in names.items()}, names)
+
+    def drop(self, name: str) -> str:
+        """Drops a name; returns the digest of its vector.
 
         Raises:
             KeyError: no vector has the name.
         """
-        _, digest = self._named.pop(name)
-        kept = any(digest == other for _, other in self._named.values())
-        return None if kept else digest
+        return self._named.pop(name)[1]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.find(name)[0]
@@ -113,15 +142,31 @@ class VectorsOfPlan(Mapping[str, Tensor]):
 
     Args:
         vectors: that it may name.
+        find: returns one of them and its digest.
     """
 
-    def __init__(self, vectors: Vectors) -> None:
+    def __init__(
+        self, vectors: Mapping[str, Tensor], find: Callable[[str], tuple[Tensor, str]]
+    ) -> None:
         self._vectors = vectors
+        self._find = find
         self.used: dict[str, str] = {}
         """Digests of the vectors that were looked up, by name."""
 
+    @classmethod
+    def uploaded(cls, vectors: Vectors) -> VectorsOfPlan:
+        """Returns the uploaded ones."""
+        return cls(vectors, vectors.find)
+
+    @classmethod
+    def travelled(cls, vectors: Mapping[str, Tensor]) -> VectorsOfPlan:
+        """Returns those that came with the plan; only the digests of those that it names count."""
+        return cls(vectors, lambda name: (vectors[name], digest_of(vectors[name])))
+
     def __getitem__(self, name: str) -> Tensor:
-        vector, self.used[name] = self._vectors.find(name)
+        if name in self.used:
+            return self._vectors[name]
+        vector, self.used[name] = self._find(name)
         return vector
 
     def __iter__(self) -> Iterator[str]:
@@ -132,20 +177,6 @@ class VectorsOfPlan(Mapping[str, Tensor]):
 
     def __bool__(self) -> bool:
         return True  # asked for names, although it may have none
-
-
-def packed_vectors(vectors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
-    """Returns vectors as safetensors by their digests, and these by name.
-
-    Raises:
-        HookTypeError: a vector is no tensor.
-    """
-    for name, vector in vectors.items():
-        expect(vector, Tensor, f"the vector {name!r} is a tensor")
-    plain = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
-    digests = {name: digest_of(vector) for name, vector in plain.items()}
-    by_digest = {digests[name]: vector.clone() for name, vector in plain.items()}
-    return safetensors.torch.save(by_digest), digests
 
 
 def _bytes_of(vectors: Iterable[Tensor]) -> int:

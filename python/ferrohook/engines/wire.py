@@ -53,7 +53,7 @@ def unpacked(data: bytes) -> Captured:
     """
     if (error := error_of(data)) is not None:
         raise HookError(error)
-    spans = json.loads(_header(data)["__metadata__"]["positions"])
+    spans = json.loads(header_of(data)["__metadata__"]["positions"])
     positions = {
         name: torch.cat([torch.arange(*span) for span in found]) for name, found in spans.items()
     }
@@ -62,16 +62,17 @@ def unpacked(data: bytes) -> Captured:
 
 def error_of(data: bytes) -> str | None:
     """Returns the error that `packed` packed, None without one."""
-    error: str | None = _header(data)["__metadata__"].get("error")
+    error: str | None = header_of(data)["__metadata__"].get("error")
     return error
 
 
 def is_empty(data: bytes) -> bool:
     """True if `packed` packed no activation."""
-    return _header(data).keys() == {"__metadata__"}
+    return header_of(data).keys() == {"__metadata__"}
 
 
-def _header(data: bytes) -> dict[str, Any]:
+def header_of(data: bytes) -> dict[str, Any]:
+    """Returns the header of safetensors."""
     length = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
     return header

@@ -19,6 +19,7 @@ from ferrohook.client import Client, PlanFailedError, RequestRefusedError
 from ferrohook.engines import sglang
 from ferrohook.engines.wire import VECTORS
 from support.engine_scenes import check_fuzzed, spoilt_plans
+from support.engine_server import check_unserved_routes
 from support.engines import Change, Job
 from support.serving import EOS, WIDTH, Answer, random_jobs
 from support.sglang_server import NEW, Server, custom, serving
@@ -256,3 +257,24 @@ def test_capabilities(server: Server) -> None:
     assert "no pattern" in found.raw["quantities"]["@pattern.0"]["refused"]
     told = httpx.get(f"{server.address}/server_info").json()
     assert not [each for each in told["internal_states"] if "ferrohook" in each]
+
+
+def test_each_route_serves_a_plan_whole_or_refuses_it(server: Server) -> None:
+    plan = fh.Plan(fh.keep("model.norm"))
+    params = {"sampling_params": {"max_new_tokens": NEW, **custom(plan)}}
+    chat = {"messages": [{"role": "user", "content": "w5 w6"}], "max_tokens": NEW, **custom(plan)}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": "w5 w6", **params},
+        "/v1/completions": {"prompt": "w5 w6", "max_tokens": NEW, **custom(plan)},
+        "/v1/chat/completions": chat,
+        "/invocations": chat,
+        "/vertex_generate": {"instances": [{"text": "w5 w6"}], "parameters": params},
+    }
+    with httpx.Client(base_url=server.address, timeout=120) as client:
+        check_unserved_routes(client, bodies.keys(), plan.to_json())
+    for path, body in bodies.items():
+        given = server.post(path, {"model": "tiny", **body} if "max_tokens" in body else body)
+        assert given.status_code == httpx.codes.OK, (path, given.text)
+        found = given.json()
+        (found,) = found.get("predictions") or found.get("choices") or [found]
+        assert sglang.activations(found).acts.keys() == {"model.norm"}

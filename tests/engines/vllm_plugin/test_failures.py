@@ -54,7 +54,7 @@ def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, ll
     }
     engine = llm.llm_engine
     engine.add_request("failing", {"prompt_token_ids": PROMPT}, sampling(named))
-    engine.collective_rpc("ferrohook_drop", args=(digest_of(VECTOR.clone()),))
+    engine.collective_rpc("ferrohook_drop", args=(digest_of(VECTOR.clone()), "gone"))
     engine.add_request("other", {"prompt_token_ids": PROMPT}, sampling(STEERED.plan))
     finished = {}
     while engine.has_unfinished_requests():

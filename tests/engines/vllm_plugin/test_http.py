@@ -323,18 +323,10 @@ def test_captures_take_the_token_of_the_answer(
     assert asyncio.run(run()) == status
 
 
-def test_captures_without_a_token_are_for_nobody(engine: Engine) -> None:
-    """Such as requests that came by another route than completions and chats."""
-
-    async def run() -> list[int]:
-        await captured(engine, None)
-        tokens = ["None", "", OWN]
-        return [
-            (await asked(engine, "GET", "captures/a", headers={HEADER: token})).status_code
-            for token in tokens
-        ]
-
-    assert asyncio.run(run()) == [404, 404, 404]
+def test_captures_without_a_token_are_refused(engine: Engine) -> None:
+    """Of requests that came by another route than completions and chats: nobody could get them."""
+    with pytest.raises(ValueError, match="captures come by the routes that give a token"):
+        asyncio.run(engine.send(KEEP, None))
 
 
 def test_whoever_sends_an_id_again_takes_nothing(engine: Engine) -> None:
@@ -424,7 +416,8 @@ def test_a_token_that_no_route_made_opens_nothing_and_stops_nobody(
     engine: Engine, token: Any
 ) -> None:
     """A route that is not ours passes on a client's value in place of the token."""
-    asyncio.run(engine.send(KEEP, token))
+    with pytest.raises(ValueError, match="captures come by the routes that give a token"):
+        asyncio.run(engine.send(KEEP, token))
     asyncio.run(engine.send(KEEP))
     for sent, status in (("", 403), ("5", 404), (OWN, 409)):  # 409: it runs
         headers = {HEADER: sent} if sent else {}

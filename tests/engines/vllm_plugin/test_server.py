@@ -21,6 +21,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines.wire import FIELD, HEADER, Captured, error_of, unpacked
 from support.engine_scenes import check_fuzzed, spoilt_plans
+from support.engine_server import check_unserved_routes
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import KEY, NEW, Server, body, frames_of, serving, worker_of
@@ -316,3 +317,41 @@ def wait_for(client: httpx.Client, code: int) -> httpx.Response:
         if answer.status_code == code:
             return answer
         assert time.monotonic() < deadline, answer.text
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": NEW},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "w5 w6"}],
+        "max_tokens": NEW,
+    },
+    "/v1/responses": {"input": "w5 w6", "max_output_tokens": NEW},
+    "/v1/messages": {"messages": [{"role": "user", "content": "w5 w6"}], "max_tokens": NEW},
+}
+"""A request of each route that serves plans."""
+
+
+def with_plan(path: str, plan: fh.Plan) -> dict[str, Any]:
+    return {"model": "tiny", **BODIES[path], "vllm_xargs": {"ferrohook": plan.to_json()}}
+
+
+def test_each_route_serves_a_plan_whole_or_refuses_it(client: httpx.Client) -> None:
+    check_unserved_routes(client, BODIES.keys(), fh.Plan(fh.keep("model.norm")).to_json())
+    ends = []
+    for path in BODIES:
+        steered = client.post(path, json=with_plan(path, fh.Plan(fh.on("model.norm", fh.Zero()))))
+        assert steered.status_code == httpx.codes.OK, (path, steered.text)
+        bad = client.post(path, json=with_plan(path, fh.Plan(fh.keep("model.layers.99"))))
+        assert bad.status_code == httpx.codes.BAD_REQUEST, (path, bad.text)
+        kept = client.post(path, json=with_plan(path, fh.Plan(fh.keep("model.norm"))))
+        ends.append(kept.is_success)
+        if not kept.is_success:
+            assert kept.status_code == httpx.codes.BAD_REQUEST, (path, kept.text)
+            assert "captures come by the routes" in kept.text
+            continue
+        name = kept.json()["id"]
+        own = {HEADER: kept.headers[HEADER]}
+        captured = client.get(f"/v1/ferrohook/captures/{name}", headers=own)
+        assert captured.status_code == httpx.codes.OK, (path, captured.text)
+        assert unpacked(captured.content).acts.keys() == {"model.norm"}
+    assert {True, False} == {*ends}

@@ -6,7 +6,6 @@ import base64
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.engines.sglang.front_end import vectors_of
-from ferrohook.engines.uploads import packed_vectors
 from ferrohook.engines.wire import FIELD, NAME, unpacked
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ def put_vectors(engine: Any, vectors: Mapping[str, Tensor]) -> None:
             too long.
     """
     uploaded = vectors_of(engine.tokenizer_manager)
-    _, digests = packed_vectors(vectors)
-    uploaded.check_room(vectors)
+    _, digests = uploaded.packed(vectors)
     uploaded.put(vectors, digests)
 
 

@@ -134,13 +134,17 @@ async def _with_vectors(params: Any, vectors: Vectors) -> Any:
     if not isinstance(text, str) or '"tensor"' not in text:
         return params
 
+    options = SglangOptions.of_environment()
+    options.check_plan(len(text))
+
     def read() -> str:
-        named = VectorsOfPlan(vectors)
+        named = VectorsOfPlan.uploaded(vectors)
         try:
             Plan.from_json(text, named)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
         found = {name: vectors[name] for name in named.used}
+        options.check_plan(len(text) + sum(each.nbytes for each in found.values()))
         return base64.b64encode(safetensors.torch.save(found)).decode()
 
     data = await asyncio.to_thread(read) if len(text) > _LARGE else read()

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import HTTPException
 
-from ferrohook.engines.routes import EngineRoutes
+from ferrohook.engines.routes import EngineRoutes, PlanGate
 from ferrohook.engines.sglang.front_end import ask_description, vectors_of
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from ferrohook.engines.uploads import Vectors
+
+_SERVED: Final = (
+    "/generate",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/invocations",
+    "/vertex_generate",
+)
+"""Routes that serve plans."""
+
+
+def attach(app: FastAPI, manager: Any) -> None:
+    """Adds the routes to a server.
+
+    Args:
+        app: its application.
+        manager: the `TokenizerManager` of its process.
+    """
+    app.include_router(SGLangRoutes(manager).router())
+    PlanGate.add(app, _SERVED)
 
 
 class SGLangRoutes(EngineRoutes):
@@ -38,8 +60,8 @@ class SGLangRoutes(EngineRoutes):
             raise HTTPException(501, reason)
         return vectors_of(self._manager)
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, digests: dict[str, str]) -> None:
         """Sends nothing: vectors travel with the plans that name them."""
 
-    async def _discard(self, digest: str) -> None:
+    async def _discard(self, digest: str, name: str = "") -> None:
         """Discards nothing, as nothing was sent."""

@@ -24,6 +24,16 @@ class SglangOptions(EngineOptions):
 
     plan_bytes: int = 2**23
 
+    def check_plan(self, size: int) -> None:
+        """Checks the number of characters of a plan, with the vectors that it names.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        if size > self.plan_bytes:
+            msg = f"the plan has {size:,} characters, more than plan_bytes={self.plan_bytes:,}"
+            raise ValueError(msg)
+
     @classmethod
     def of_environment(cls) -> Self:
         """Reads the options of this process.

@@ -131,8 +131,7 @@ def _serving(_none: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """Adds routes, and registers the hooks of the OpenAI routes, where there is a server."""
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is not None:
-        routes = importlib.import_module("ferrohook.engines.sglang.http").SGLangRoutes(manager)
-        server.app.include_router(routes.router())
+        importlib.import_module("ferrohook.engines.sglang.http").attach(server.app, manager)
     routes = "entrypoints.openai.serving"
     if f"sglang.srt.{routes}_completions" in sys.modules:
         completion = f"{routes}_completions.OpenAIServingCompletion"

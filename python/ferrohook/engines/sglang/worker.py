@@ -28,7 +28,8 @@ from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, unpacked
+from ferrohook.engines.uploads import VectorsOfPlan
+from ferrohook.engines.wire import FIELD, NAME, VECTORS, unpacked
 from ferrohook.engines.worker import EngineWorker, ServedModel, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -252,16 +253,8 @@ class SchedulerWorker(EngineWorker):
             if is_used:
                 CAPABILITIES.refuse(feature)
         text = text_of(value)
-        size = len(text) + (len(vectors) if isinstance(vectors, str) else 0)
-        if size > self._options.plan_bytes:
-            msg = (
-                f"the plan has {size:,} characters, more than "
-                f"plan_bytes={self._options.plan_bytes:,}"
-            )
-            raise ValueError(msg)
-        named = _vectors(vectors)
-        used = {name: digest_of(vector) for name, vector in named.items()}
-        read = self._admission.read(text, named, used)
+        self._options.check_plan(len(text) + (len(vectors) if isinstance(vectors, str) else 0))
+        read = self._admission.read(text, VectorsOfPlan.travelled(_vectors(vectors)))
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)

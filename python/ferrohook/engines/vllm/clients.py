@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.engines.uploads import packed_vectors
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.engines.wire import unpacked
@@ -66,9 +65,8 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     """
     engine = getattr(llm, "llm_engine", llm)
     front_end = connect(engine)
-    data, digests = packed_vectors(vectors)
-    front_end.vectors.check_room(vectors)
-    engine.collective_rpc("ferrohook_put", args=(data,))
+    data, digests = front_end.vectors.packed(vectors)
+    engine.collective_rpc("ferrohook_put", args=(data, digests))
     for digest in front_end.vectors.put(vectors, digests):
         engine.collective_rpc("ferrohook_drop", args=(digest,))
 
@@ -82,8 +80,7 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
     engine = getattr(llm, "llm_engine", llm)
     front_end = front_end_of(engine)
     for name in names:
-        if (digest := front_end.vectors.drop(name)) is not None:
-            engine.collective_rpc("ferrohook_drop", args=(digest,))
+        engine.collective_rpc("ferrohook_drop", args=(front_end.vectors.drop(name), name))
 
 
 def tokens_of(ticket: CapturingRequest) -> int:

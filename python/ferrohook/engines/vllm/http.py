@@ -16,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.routes import EngineRoutes
 from ferrohook.engines.vllm.metrics import fetched
-from ferrohook.engines.vllm.plugin import call, connect_async
+from ferrohook.engines.vllm.plugin import call, connect_async, sync
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.wire import FIELD, HEADER, error_of, is_empty, packed
 from ferrohook.errors import HookError
@@ -72,13 +72,15 @@ class VLLMRoutes(EngineRoutes):
         return CAPABILITIES.described(front_end.modules, front_end.options)
 
     async def _uploaded(self) -> Vectors:
-        return (await self._front_end()).vectors
+        front_end = await self._front_end()
+        await sync(self._engine, front_end)
+        return front_end.vectors
 
-    async def _send(self, data: bytes) -> None:
-        await self._call("ferrohook_put", data)
+    async def _send(self, data: bytes, digests: dict[str, str]) -> None:
+        await self._call("ferrohook_put", data, digests)
 
-    async def _discard(self, digest: str) -> None:
-        await self._call("ferrohook_drop", digest)
+    async def _discard(self, digest: str, name: str = "") -> None:
+        await self._call("ferrohook_drop", digest, name)
 
     async def captures(self, request: Request, response_id: str, index: int = 0) -> Response:
         """Returns the captures of a finished request as safetensors, once.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ferrohook.engines.admission import check_salt
 from ferrohook.engines.model.modules import ModuleTable
+from ferrohook.engines.routes import PlanGate
 from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
@@ -44,6 +45,8 @@ _PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
 _WORKER: Final = "v1.worker.worker_base.WorkerWrapperBase.init_device"
 _OUTPUTS: Final = "v1.engine.output_processor.OutputProcessor"
 _OPENAI: Final = "entrypoints.openai"
+_SERVED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Routes whose plans come to the engine."""
 _AROUND: Final[dict[str, Callable[..., Any]]] = {}
 """Functions around methods of vLLM, by the paths of these."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +74,7 @@ def register() -> None:
             for path, function in _AROUND.items():
                 _wrap(path, function)
             wrapper, _ = _method(_WORKER)
-            for name in ("describe", "put", "drop", "state", "take", "peek", "refuse"):
+            for name in ("describe", "put", "drop", "uploaded", "state", "take", "peek", "refuse"):
                 setattr(wrapper, f"ferrohook_{name}", _remote(name))
         else:
             _LOG.warning("ferrohook: %s", reason)
@@ -126,7 +129,7 @@ def connect(engine: Any) -> FrontEnd:
     check_release()
     engine = getattr(engine, "llm_engine", engine)
     found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, engine.collective_rpc("ferrohook_describe"))
+    return found or _connected(engine, engine.collective_rpc("ferrohook_describe"), serves=False)
 
 
 async def connect_async(engine: Any) -> FrontEnd:
@@ -137,7 +140,14 @@ async def connect_async(engine: Any) -> FrontEnd:
     """
     check_release()
     found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, await call(engine, "ferrohook_describe"))
+    return found or _connected(engine, await call(engine, "ferrohook_describe"), serves=True)
+
+
+async def sync(engine: Any, front_end: FrontEnd) -> None:
+    """Takes over what other API servers of an `AsyncLLM` uploaded."""
+    if front_end.servers > 1:
+        data, *_ = await call(engine, "ferrohook_uploaded", front_end.vectors.digests())
+        front_end.vectors.sync(data)
 
 
 async def call(engine: Any, name: str, *args: Any) -> list[bytes]:
@@ -156,14 +166,19 @@ async def call(engine: Any, name: str, *args: Any) -> list[bytes]:
         answer.cancel()
 
 
-def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
+def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
+    parallel = engine.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        # An engine core of a model without experts sets the size to 1, so that no worker knows.
+        raise HookError(CAPABILITIES.explain(["data parallelism"]))
     described = json.loads(answers[0])
     if "refused" in described:
         raise HookError(described["refused"])
-    servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
+    servers = getattr(parallel, "_api_process_count", 1)
     options = VllmOptions.of(engine.vllm_config)
     modules = ModuleTable.from_json(described["modules"])
-    made = FrontEnd(modules, options, bytes.fromhex(described["secret"]), max(servers, 1))
+    secret = bytes.fromhex(described["secret"])
+    made = FrontEnd(modules, options, secret, max(servers, 1), serves=serves)
     return _front_ends.setdefault(engine.input_processor, made)
 
 
@@ -174,7 +189,8 @@ def _named(module: str, name: str) -> Any:
 def _method(path: str) -> tuple[Any, Any]:
     """Returns the class of a method, and the attribute that the class has under its name."""
     module, owner, name = path.rsplit(".", 2)
-    found = _named(module, owner)
+    foreign = module.startswith("fastapi.")
+    found = getattr(importlib.import_module(module), owner) if foreign else _named(module, owner)
     return found, vars(found)[name]
 
 
@@ -262,7 +278,10 @@ async def _adding_async(
 ) -> Any:
     if _has_plan(params):
         try:
-            await (await connect_async(self)).read_large(params)
+            front_end = await connect_async(self)
+            if front_end.names_vectors(params):
+                await sync(self, front_end)
+            await front_end.read_large(params)
         except (HookError, ValueError) as error:
             raise BadPlanError(str(error)) from error
     return await original(self, request_id, prompt, params, *args, **kwargs)
@@ -364,6 +383,14 @@ def _beaming(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
         raise BadPlanError(msg)
     return original(self, *args, **kwargs)
+
+
+@_around("fastapi.applications.FastAPI.build_middleware_stack")
+def _stacking(original: Any, app: Any) -> Any:
+    """Has the server of an engine refuse plans on routes that would ignore them."""
+    if hasattr(app.state, "args"):  # one of vLLM's
+        PlanGate.add(app, _SERVED)
+    return original(app)
 
 
 # --- engine --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from ferrohook.engines.admission import Admission, ReadPlan
+from ferrohook.engines.admission import Admission, ReadPlan, text_of
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Vectors, VectorsOfPlan
 from ferrohook.engines.vllm import metrics
@@ -87,16 +87,24 @@ class FrontEnd:
         options: of the engine.
         secret: key of the salts, of the engine: its API servers share it.
         servers: number of API servers.
+        serves: requests come over HTTP, so captures need a token.
     """
 
     def __init__(
-        self, modules: ModuleTable, options: VllmOptions, secret: bytes, servers: int = 1
+        self,
+        modules: ModuleTable,
+        options: VllmOptions,
+        secret: bytes,
+        servers: int = 1,
+        *,
+        serves: bool = False,
     ) -> None:
         self.modules = modules
         self.options = options
         self.vectors = Vectors(options.vectors_bytes)
         self._admission = Admission(modules, options, secret)
-        self._servers = servers
+        self.servers = servers
+        self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
         self._tickets: dict[str, list[CapturingRequest]] = {}
         self._by_key: dict[str, CapturingRequest] = {}
@@ -109,8 +117,11 @@ class FrontEnd:
         """Engine's ids of requests with a plan."""
 
     def _read(self, value: Any) -> ReadPlan:
-        named = VectorsOfPlan(self.vectors)
-        return self._admission.read(value, named, named.used)
+        return self._admission.read(value, VectorsOfPlan.uploaded(self.vectors))
+
+    def names_vectors(self, params: Any) -> bool:
+        """True if the plan of a request may name uploaded vectors."""
+        return '"tensor"' in text_of(params.extra_args[NAME])
 
     async def read_large(self, params: Any) -> None:
         """Reads the plan of a request in a thread, if it is large.
@@ -141,7 +152,7 @@ class FrontEnd:
         if read.captures:
             if params.n > 1:
                 _refuse("n > 1 with captures")
-            if self._servers > 1:
+            if self.servers > 1:
                 _refuse("captures with several API servers")
             self._admission.check_captures(read.plan, prompt, params.max_tokens)
             # Positions that a cache has are run again, where they are wanted.
@@ -150,6 +161,11 @@ class FrontEnd:
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
             own = token if isinstance(token, str) and token else None
+            if own is None and self._needs_token:
+                msg = (
+                    "captures come by the routes that give a token for them: completions and chats"
+                )
+                raise ValueError(msg)
             self._issue(CapturingRequest(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt

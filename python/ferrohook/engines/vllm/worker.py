@@ -81,6 +81,9 @@ class RunnerWorker(EngineWorker):
         self.options = VllmOptions()
         self._ranks: Ranks | None = None
         self._vectors: dict[str, Tensor] = {}
+        """By digest."""
+        self._names: dict[str, str] = {}
+        """Digests of the uploaded vectors, by name."""
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
@@ -286,16 +289,24 @@ class RunnerWorker(EngineWorker):
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
 
-    def put(self, data: bytes) -> bytes:
-        """Stores vectors, by their digests."""
+    def put(self, data: bytes, names: dict[str, str]) -> bytes:
+        """Stores vectors by their digests, and the names that mean them from now on."""
         vectors = safetensors.torch.load(data)
         self._vectors |= {digest_of(vector): vector for vector in vectors.values()}
+        self._names |= names
         return b""
 
-    def drop(self, digest: str) -> bytes:
-        """Drops a vector. A request that needs it and has not begun fails."""
-        self._vectors.pop(digest, None)
+    def drop(self, digest: str, name: str = "") -> bytes:
+        """Drops a name and its vector. A request that needs it and has not begun fails."""
+        self._names.pop(name, None)
+        if digest not in self._names.values():
+            self._vectors.pop(digest, None)
         return b""
+
+    def uploaded(self, known: list[str]) -> bytes:
+        """Returns the names of all uploaded vectors, and the vectors of unknown digests."""
+        found = {it: self._vectors[it] for it in self._names.values() if it not in {*known}}
+        return safetensors.torch.save(found, {"names": json.dumps(self._names)})
 
     def state(self) -> bytes:
         """Returns numbers of requests and captures, for tests and metrics."""
