@@ -21,6 +21,8 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from fastapi import FastAPI
+
 from ferrohook.engines.admission import check_salt
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
@@ -189,8 +191,7 @@ def _named(module: str, name: str) -> Any:
 def _method(path: str) -> tuple[Any, Any]:
     """Returns the class of a method, and the attribute that the class has under its name."""
     module, owner, name = path.rsplit(".", 2)
-    foreign = module.startswith("fastapi.")
-    found = getattr(importlib.import_module(module), owner) if foreign else _named(module, owner)
+    found = FastAPI if owner == FastAPI.__name__ else _named(module, owner)
     return found, vars(found)[name]
 
 
