@@ -273,7 +273,8 @@ SIZES = {"ns": 1.0, "µs": 1e3, "ms": 1e6}
 
 def table() -> Iterator[tuple[str, str, str, str, str]]:
     """Rows of the page: both sides, their figures and the ratio."""
-    for line in figures.PAGE.read_text("utf-8").splitlines():
+    page = figures.PAGE.read_text("utf-8")
+    for line in page[page.index(figures.BEGIN) : page.index(figures.END)].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and " / " in cells[0]:
             yield *cells[0].split(" / "), *cells[1:4]  # type: ignore[misc]
