@@ -15,7 +15,7 @@ from ferrohook.engines import transformers
 from support.engines import WIDTH, Change, Job, batching, greedy, tiny_llama
 from support.faults import NOWHERE, FaultError, Injector
 
-NEW, WAIT = 4, 60
+NEW, WAIT, PARTS = 4, 60, 4
 UNGUARDED = {
     *("replaced", "_shares", "_complete", "get_model_kwargs", "sample"),
     *("_failing", "_fail_all", "_reject", "_give"),
@@ -61,8 +61,9 @@ def serve(model: Any, injector: Injector) -> None:
 JOBS = {"steered": STEERED, "kept": KEPT, "plain": PLAIN}
 
 
+@pytest.mark.parametrize("part", range(PARTS))  # each within the limit of a test
 def test_a_fault_in_any_call_fails_requests_with_plans_alone(
-    model: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    part: int, model: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The loop's own profiler: threads that start later than it have none.
     monkeypatch.setattr(threading, "_profile_hook", None)
@@ -77,5 +78,5 @@ def test_a_fault_in_any_call_fails_requests_with_plans_alone(
     first = run(None)
     assert len(first.calls) > 100
     number = 400 if request.config.getoption("--whole") else 12
-    found = {run(at).where for at in first.draw(number)}
-    assert len(found) > 5
+    found = {run(at).where for at in first.draw(number)[part::PARTS]}
+    assert len(found) > 2

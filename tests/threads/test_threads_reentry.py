@@ -164,10 +164,8 @@ class Litter:
             Litter(self.act)
 
 
-@pytest.mark.collects_at_once
-@pytest.mark.usefixtures("collect_cheaply")
-@pytest.mark.parametrize("theirs", [0, 1], ids=["this model", "another model"])
-def test_a_finaliser_may_wait_for_a_thread_that_instruments(theirs: int) -> None:
+def wait_in_finalisers(theirs: int) -> None:
+    """Instruments a model while finalisers wait for a thread that instruments it, or another."""
     threshold = gc.get_threshold()
     models = [Echo() for _ in range(2)]
     with fh.instrument(models[0]), fh.instrument(models[1]):
@@ -202,14 +200,22 @@ def test_a_finaliser_may_wait_for_a_thread_that_instruments(theirs: int) -> None
     gc.collect()  # the last litter
 
 
+AUDIT_HOOK = "sys.addaudithook(lambda *_: [[], [[]], [], []] and None)"
+
+
 @pytest.mark.collects_at_once
-def test_a_finaliser_may_wait_where_an_audit_hook_is_registered() -> None:
+@pytest.mark.parametrize(
+    ("theirs", "before"),
+    [(0, ""), (1, ""), (1, AUDIT_HOOK)],
+    ids=["this model", "another model", "another model, with an audit hook"],
+)
+def test_a_finaliser_may_wait_for_a_thread_that_instruments(theirs: int, before: str) -> None:
     # In a process of its own, as audit hooks stay. filelock registers one from CPython 3.12 on.
     code = f"""
 gc.freeze()
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import threads.test_threads_reentry as tests
-sys.addaudithook(lambda *_: [[], [[]], [], []] and None)
-tests.test_a_finaliser_may_wait_for_a_thread_that_instruments(1)
+{before}
+tests.wait_in_finalisers({theirs})
 """
     assert_ends_well(run_with_torch(code))
