@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 
 _CAST = {torch.bfloat16: torch.float32}
 """Dtypes that Arrow lacks, and others that have all of their values."""
-_ARROW = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-}
-"""Arrow's names of dtypes."""
+_ARROW = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"}
+"""Dtypes of Arrow, under the names that torch has for them too."""
 
 
 class Readable(Protocol):
@@ -136,8 +127,8 @@ def _in_contexts(parts: list[Tensor], size: int) -> list[Tensor]:
 
 
 def _arrow_name(title: str, dtype: torch.dtype) -> str:
-    found = _ARROW.get(_CAST.get(dtype, dtype))
-    if found is None:
+    found = str(_CAST.get(dtype, dtype)).removeprefix("torch.")
+    if found not in _ARROW:
         msg = f"Arrow has no {dtype}, of {title!r}: collect it with dtype=torch.float16"
         raise HookTypeError(msg)
     return found

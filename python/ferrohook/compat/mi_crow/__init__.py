@@ -8,24 +8,24 @@
 # as a copy would double the cost of a call; a write shows in the tensor's version. Inference
 # tensors have no version and Dynamo does not know it: there a controller receives a copy.
 
-from ferrohook.compat.mi_crow.controllers import Controller as Controller
-from ferrohook.compat.mi_crow.controllers import FunctionController as FunctionController
-from ferrohook.compat.mi_crow.controllers import InterventionController as InterventionController
-from ferrohook.compat.mi_crow.detectors import Detector as Detector
-from ferrohook.compat.mi_crow.detectors import LayerActivationDetector as LayerActivationDetector
-from ferrohook.compat.mi_crow.detectors import ModelInputDetector as ModelInputDetector
-from ferrohook.compat.mi_crow.detectors import ModelOutputDetector as ModelOutputDetector
-from ferrohook.compat.mi_crow.hooks import Hook as Hook
-from ferrohook.compat.mi_crow.hooks import HookError as HookError
-from ferrohook.compat.mi_crow.hooks import HookType as HookType
-from ferrohook.compat.mi_crow.layers import Layers as Layers
+from ferrohook.compat.mi_crow.controllers import (
+    Controller,
+    FunctionController,
+    InterventionController,
+)
+from ferrohook.compat.mi_crow.detectors import (
+    Detector,
+    LayerActivationDetector,
+    ModelInputDetector,
+    ModelOutputDetector,
+)
+from ferrohook.compat.mi_crow.hooks import Hook, HookError, HookType
+from ferrohook.compat.mi_crow.layers import Layers
 from ferrohook.compat.mi_crow.sources import DetectedTensors as _DetectedTensors  # noqa: F401 (registers them with `collect`)
 from ferrohook.compat.mi_crow.tensors import (
-    apply_modification_to_output as apply_modification_to_output,
-)
-from ferrohook.compat.mi_crow.tensors import extract_tensor_from_input as extract_tensor_from_input
-from ferrohook.compat.mi_crow.tensors import (
-    extract_tensor_from_output as extract_tensor_from_output,
+    apply_modification_to_output,
+    extract_tensor_from_input,
+    extract_tensor_from_output,
 )
 
 __all__ = [

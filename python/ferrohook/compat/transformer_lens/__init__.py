@@ -13,17 +13,17 @@ import. The migration page lists the differences.
 # differently, the hooks of `get_caching_hooks`. `wrap` registers a hook with each module that sends
 # a tensor through a point.
 
-from ferrohook.compat.transformer_lens.caching import PointCache as PointCache
-from ferrohook.compat.transformer_lens.hook_point import HookPoint as HookPoint
-from ferrohook.compat.transformer_lens.lens_hooks import AliasedHookPoint as AliasedHookPoint
-from ferrohook.compat.transformer_lens.lens_hooks import HookFunction as HookFunction
-from ferrohook.compat.transformer_lens.lens_hooks import LensHandle as LensHandle
-from ferrohook.compat.transformer_lens.lens_hooks import TensorConversion as TensorConversion
-from ferrohook.compat.transformer_lens.names import NamesFilter as NamesFilter
-from ferrohook.compat.transformer_lens.names import SetupError as SetupError
-from ferrohook.compat.transformer_lens.root import HookedRootModule as HookedRootModule
-from ferrohook.compat.transformer_lens.slices import Slice as Slice
-from ferrohook.compat.transformer_lens.slices import SliceInput as SliceInput
+from ferrohook.compat.transformer_lens.caching import PointCache
+from ferrohook.compat.transformer_lens.hook_point import (
+    AliasedHookPoint,
+    HookFunction,
+    HookPoint,
+    LensHandle,
+    TensorConversion,
+)
+from ferrohook.compat.transformer_lens.names import NamesFilter, SetupError
+from ferrohook.compat.transformer_lens.root import HookedRootModule
+from ferrohook.compat.transformer_lens.slices import Slice, SliceInput
 
 __all__ = [
     "AliasedHookPoint",

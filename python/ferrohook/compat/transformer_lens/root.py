@@ -23,17 +23,14 @@ from ferrohook.compat.transformer_lens.caching import (
     recorded_cache,
 )
 from ferrohook.compat.transformer_lens.hook_point import (
-    PHASES,
+    HANDLES,
     Direction,
     Directions,
-    HookPoint,
-    directions,
-)
-from ferrohook.compat.transformer_lens.lens_hooks import (
-    HANDLES,
     HookFunction,
+    HookPoint,
     LensHandle,
     check_hook,
+    directions,
     usual_code,
 )
 from ferrohook.compat.transformer_lens.names import (
@@ -350,9 +347,8 @@ class HookedRootModule(nn.Module):
                 else:
                     found = self._points(name).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
-            phase = PHASES[dir]
             for point, handle in rows:
-                handle.hook = registry_of(point).register(phase, handle, scope=scope)
+                handle.hook = registry_of(point).register(kind.phase, handle, scope=scope)
                 handles.append(handle)
         return handles
 

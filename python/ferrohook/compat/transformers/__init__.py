@@ -14,21 +14,19 @@ Names and behaviour are those of transformers' `capture_outputs` and `monkey_pat
 # through the thread-local variable, which Dynamo can follow. An installation is never changed: each
 # recording call compares the modules with it, and makes a new one where they differ.
 
-from ferrohook.compat.transformers.declarations import OutputRecorder as OutputRecorder
-from ferrohook.compat.transformers.defaults import (
-    merge_with_config_defaults as merge_with_config_defaults,
-)
-from ferrohook.compat.transformers.forwards import capture_outputs as capture_outputs
-from ferrohook.compat.transformers.layers import uninstall as uninstall
-from ferrohook.compat.transformers.patching import apply_patches as apply_patches
-from ferrohook.compat.transformers.patching import clear_patch_mapping as clear_patch_mapping
-from ferrohook.compat.transformers.patching import get_patch_mapping as get_patch_mapping
-from ferrohook.compat.transformers.patching import patch_output_recorders as patch_output_recorders
-from ferrohook.compat.transformers.patching import register_patch_mapping as register_patch_mapping
+from ferrohook.compat.transformers.declarations import OutputRecorder
+from ferrohook.compat.transformers.defaults import merge_with_config_defaults
+from ferrohook.compat.transformers.forwards import capture_outputs
+from ferrohook.compat.transformers.layers import uninstall
 from ferrohook.compat.transformers.patching import (
-    unregister_patch_mapping as unregister_patch_mapping,
+    apply_patches,
+    clear_patch_mapping,
+    get_patch_mapping,
+    patch_output_recorders,
+    register_patch_mapping,
+    unregister_patch_mapping,
 )
-from ferrohook.errors import UnattributedWarning as UnattributedWarning
+from ferrohook.errors import UnattributedWarning
 
 __all__ = [
     "OutputRecorder",

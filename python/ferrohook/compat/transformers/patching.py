@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-__all__ = [
-    "apply_patches",
-    "clear_patch_mapping",
-    "get_patch_mapping",
-    "patch_output_recorders",
-    "register_patch_mapping",
-    "unregister_patch_mapping",
-]
-
 # Not held while user code runs. Reentrant, as a finaliser may run while it is held.
 _LOCK = threading.RLock()
 _MAPPING: dict[str, type[nn.Module]] = {}
