@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.attach.classes import plain_class
+from ferrohook.util.texts import MOST_LISTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook._core import HookHandle
-
-MOST_NAMED = 5
-
 
 CAPTURE_IN_THREADS = "c = capture(...); with c as acts: pool.map(c.wrap(model), inputs)"
 SCOPE_IN_THREADS = "with scope() as s: pool.map(s.wrap(model), inputs)"
@@ -42,10 +40,10 @@ def explain(model: nn.Module, names: Sequence[str], *, in_threads: str = "") -> 
         in_threads: code that makes calls of worker threads count, to be shown if these may be the
             reason.
     """
-    reasons = [_bypass_reason(model, name) for name in names[:MOST_NAMED]]
+    reasons = [_bypass_reason(model, name) for name in names[:MOST_LISTED]]
     listed = [f"{name!r}{reason}" for name, reason in zip(names, reasons, strict=False)]
-    if len(names) > MOST_NAMED:
-        listed.append(f"and {len(names) - MOST_NAMED} more")
+    if len(names) > MOST_LISTED:
+        listed.append(f"and {len(names) - MOST_LISTED} more")
     verb = "was" if len(names) == 1 else "were"
     text = f"{', '.join(listed)} {verb} selected and never ran in this context"
     if in_threads and not all(reasons):

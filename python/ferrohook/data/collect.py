@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ferrohook.attach.never_fired import MOST_NAMED, explain
+from ferrohook.attach.never_fired import explain
 from ferrohook.data import Store
 from ferrohook.data.fingerprints import fingerprint
 from ferrohook.data.manifests import differences, manifest
 from ferrohook.data.sources import CapturedOutputs, Collectable, Source, source_of
-from ferrohook.data.token_rows import LAYER, TokenRows
+from ferrohook.data.token_rows import LAYER, TokenRows, by_rule
 from ferrohook.errors import (
     HookError,
     HookTypeError,
@@ -31,6 +31,7 @@ from ferrohook.plans.entries import KeepEntry
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import describe, expect, expect_callable, expect_module
 from ferrohook.util.progress import progress_bar
+from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     from ferrohook.captures.convert import Index
@@ -256,11 +257,10 @@ class _RunContents(NamedTuple):
         numbers = sorted(self.intact - self.fingerprints.keys())
         if not numbers:
             return ""
-        more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
         return (
-            f"run {self.run!r} skips batches {', '.join(map(str, numbers[:MOST_NAMED]))}{more}, "
-            "which have no fingerprint (put stored them): nothing shows that they are of this "
-            "model and these batches. To be sure, pass another run"
+            f"run {self.run!r} skips batches {listed(numbers)}, which have no fingerprint (put "
+            "stored them): nothing shows that they are of this model and these batches. To be "
+            "sure, pass another run"
         )
 
     def check(self, number: int, digest: str) -> None:
@@ -330,13 +330,7 @@ def _opened(prepared: Prepared | None) -> AbstractContextManager[object]:
 def _mask_of(batch: Any, mask: Mask | None) -> Tensor | None:
     if mask is None:
         return None
-    if isinstance(mask, str):
-        if not isinstance(batch, Mapping) or mask not in batch:
-            msg = f"mask={mask!r} is a key of the batches, and this one has none: pass a function"
-            raise HookError(msg)
-        found = batch[mask]
-    else:
-        found = mask(batch)
+    found = by_rule("mask", mask, batch)
     if not isinstance(found, Tensor) or not found.dim():
         msg = f"the mask of a batch is a tensor of at least one dimension, got {describe(found)}"
         raise HookTypeError(msg)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.attach.classes import plain_class
-from ferrohook.attach.never_fired import MOST_NAMED
 from ferrohook.data.fingerprints import fingerprint, fingerprints_of
 from ferrohook.names.select import select
 from ferrohook.plans import Plan
 from ferrohook.util.tensors import tensors_in
+from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -105,8 +105,8 @@ def _is_manifest(read: object) -> bool:
         return False
     mappings = (read.get(part) for part in ("options", "modules", "tensors"))
     names = read.get("selection")
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return listed and all(isinstance(each, Mapping) for each in mappings)
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return texts and all(isinstance(each, Mapping) for each in mappings)
 
 
 def _changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -115,10 +115,5 @@ def _changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> li
         "missing": [name for name in before if name not in now],
         "changed": [name for name in now if name in before and now[name] != before[name]],
     }
-    listed = ", ".join(f"{_listed(names)} {word}" for word, names in changes.items() if names)
-    return [f"{kind}: {listed}"] if listed else []
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(map(repr, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    found = ", ".join(f"{listed(names)} {word}" for word, names in changes.items() if names)
+    return [f"{kind}: {found}"] if found else []

@@ -18,6 +18,25 @@ PARTS: Final = ("token", "position", "text")
 """Names of its tensors."""
 
 
+def by_rule(name: str, rule: str | Callable[[Any], Tensor], batch: Any) -> Any:
+    """Returns a tensor of a batch, by a key of the batch or a function of it.
+
+    Args:
+        name: of the option of `collect`.
+        rule: the key or function.
+        batch: the batch.
+
+    Raises:
+        HookError: the batch has no such key.
+    """
+    if not isinstance(rule, str):
+        return rule(batch)
+    if not isinstance(batch, Mapping) or rule not in batch:
+        msg = f"{name}={rule!r} is a key of the batches, and this one has none: pass a function"
+        raise HookError(msg)
+    return batch[rule]
+
+
 class TokenRows:
     """Counter of the texts of batches, that describes the rows of each.
 
@@ -36,16 +55,7 @@ class TokenRows:
             HookError: the batch has no such key.
             HookTypeError: they are no ints of the shape (batch, tokens).
         """
-        if isinstance(self._tokens, str):
-            if not isinstance(batch, Mapping) or self._tokens not in batch:
-                msg = (
-                    f"tokens={self._tokens!r} is a key of the batches, and this one has none: pass "
-                    "a function"
-                )
-                raise HookError(msg)
-            found = batch[self._tokens]
-        else:
-            found = self._tokens(batch)
+        found = by_rule("tokens", self._tokens, batch)
         ints = isinstance(found, Tensor) and not (
             found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
         )

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+MOST_LISTED: Final = 5
+"""Items that a text lists."""
 
 
 def with_article(value: object) -> str:
     """Returns the name of a value's type, after its article."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def listed(items: Collection[object]) -> str:
+    """Lists the first items, and the number of the others."""
+    first = ", ".join(map(repr, itertools.islice(items, MOST_LISTED)))
+    more = len(items) - MOST_LISTED
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def missing_package(user: str, package: str, extra: str = "") -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ferrohook.attach.never_fired import MOST_NAMED
 from ferrohook.captures import tensor_files
 from ferrohook.data.hugging_face import to_datasets
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.util.arguments import at_least, expect
+from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     import datasets  # pyright: ignore[reportMissingImports] (no dependency)
@@ -319,8 +319,5 @@ def find(entries: Mapping[_Key, _Value], key: _Key, kind: str) -> _Value:
     try:
         return entries[key]
     except (KeyError, TypeError):
-        names = list(entries)
-        some = ", ".join(map(repr, names[:MOST_NAMED])) or "none"
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        msg = f"the store has no {kind} {key!r} there: it has {some}{more}"
+        msg = f"the store has no {kind} {key!r} there: it has {listed(entries) or 'none'}"
         raise SelectionError(msg) from None
