@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
@@ -32,24 +32,37 @@ PROBE: Final = f"{NAME}-self-test"
 
 
 @dataclasses.dataclass
-class Admitted:
-    """A request of the engine that has a plan."""
+class EngineRequest:
+    """A request that has a plan, until the engine has forgotten it."""
 
-    key: str
-    """Name of its captures."""
-    prompt_length: int
-    digest: str
+    name: str
+    """As the steps call it."""
+    digest: str = ""
     """Of its plan and vectors."""
-    prepared: Prepared
-    """Its plan, rewritten."""
-    captures: list[CaptureEntry]
+    key: str = ""
+    """Name of its captures."""
+    prompt_length: int = 0
+    prepared: Prepared | None = None
+    """Its plan, rewritten; None if it could not be opened."""
+    captures: list[CaptureEntry] = dataclasses.field(default_factory=list)
     """Captures of the plan."""
     end: int = 0
     """Position after its last row."""
     tokens: int = 0
     """Tokens that ran."""
+    reason: str | None = None
+    """Why its plan failed."""
+    valid: int = 0
+    """Tokens of its answer before the step in which it failed."""
     taken: bool = False
     """True once its client has its captures: nothing is kept of it."""
+
+    @property
+    def state(self) -> Literal["queued", "running", "ended"]:
+        """Where it is."""
+        if self.reason is not None:
+            return "ended"
+        return "running" if self.tokens else "queued"
 
     @property
     def row_bytes(self) -> int:
@@ -59,7 +72,8 @@ class Admitted:
     @property
     def changes(self) -> bool:
         """True if its plan may change rows."""
-        return any(isinstance(entry, HookEntry) for entry in self.prepared.entries)
+        entries = () if self.prepared is None else self.prepared.entries
+        return any(isinstance(entry, HookEntry) for entry in entries)
 
 
 class ServedModel(NamedTuple):
@@ -87,7 +101,7 @@ class EngineWorker:
         self.served: ServedModel | None = None
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
-        self._admitted: dict[str, Admitted] = {}
+        self._requests: dict[str, EngineRequest] = {}
         self._captures: weakref.WeakKeyDictionary[Prepared, list[CaptureEntry]] = (
             weakref.WeakKeyDictionary()
         )
@@ -95,9 +109,7 @@ class EngineWorker:
         self._from_cache: list[str] = []
         """Requests of the settled step that begin with keys and values of others."""
         self._failures: dict[str, str] = {}
-        """Reasons, by request."""
-        self._failed: dict[str, str] = {}
-        """Digests of the plans of failed requests that live in the engine."""
+        """Reasons of failures that the engine does not know yet, by request."""
 
     def loaded_model(self) -> ServedModel:
         """Returns the model.
@@ -112,8 +124,8 @@ class EngineWorker:
     def refuse(self, reason: str) -> None:
         """Serves no plans from now on, for a reason."""
         if self.served is not None:
-            self.served.planned.forget([*self._admitted])
-        self._admitted.clear()
+            self.served.planned.forget([*self._requests])
+        self._requests.clear()
         self.served, self.refusal = None, reason
         _LOG.warning("ferrohook: %s", reason)
 
@@ -142,14 +154,21 @@ class EngineWorker:
                 "ferrohook failed in a step of the engine: requests with plans fail",
                 exc_info=error,
             )
-            for request_id, admitted in self._admitted.items():
-                self.fail(request_id, admitted.digest, error)
+            for name in self._requests:
+                self.fail(name, reason_of(error))
 
-    def fail(self, request_id: str, digest: str, error: BaseException) -> None:
-        """Notes the failure of a request's plan, once."""
-        if request_id not in self._failed:
-            self._failed[request_id] = digest
-            self._failures[request_id] = reason_of(error)
+    def fail(self, name: str, reason: str, digest: str = "") -> None:
+        """Ends a request whose plan failed, once.
+
+        Args:
+            name: of the request.
+            reason: why it failed.
+            digest: of its plan, if it was not admitted.
+        """
+        request = self._requests.setdefault(name, EngineRequest(name, digest))
+        if request.state != "ended":
+            request.valid = max(0, request.end - request.prompt_length)
+            request.reason = self._failures[name] = reason
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -174,21 +193,22 @@ class EngineWorker:
             captures = self._captures.get(prepared)
             if captures is None:
                 captures = self._captures[prepared] = served.modules.captures(prepared)
-        self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, captures)
+        self._requests[request_id] = EngineRequest(
+            request_id, digest, key, prompt_length, prepared, captures
+        )
 
     def reconcile(self, live: Collection[str]) -> None:
         """Closes the requests that no longer live in the engine."""
-        for request_id in self._admitted.keys() - live:
+        for request_id in self._requests.keys() - live:
             self.retire(request_id)
-        for request_id in self._failed.keys() - live:
-            del self._failed[request_id]
 
-    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
+    def retire(self, request_id: str) -> tuple[EngineRequest, Result] | None:
         """Closes a request; returns its captures, None for one without a plan."""
-        admitted = self._admitted.get(request_id)
-        result = None if admitted is None else self.loaded_model().planned.retire(request_id)
-        self._admitted.pop(request_id, None)
-        return None if admitted is None or result is None else (admitted, result)
+        request = self._requests.get(request_id)
+        opened = request is not None and request.prepared is not None
+        result = self.loaded_model().planned.retire(request_id) if opened else None
+        self._requests.pop(request_id, None)
+        return None if request is None or result is None else (request, result)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -203,19 +223,19 @@ class EngineWorker:
             positions: position of the first row of each.
         """
         self._spans, self._from_cache = [], []
-        if not self._admitted:
+        if not self._requests:
             return
         spans, row = [], 0
         for request_id, count, position in zip(request_ids, counts, positions, strict=True):
-            admitted = None if request_id is None else self._admitted.get(request_id)
+            request = None if request_id is None else self._requests.get(request_id)
             rows = int(count)
-            if request_id is not None and admitted is not None:
+            if request is not None and request.prepared is not None:
                 first = int(position)
-                if first not in {0, admitted.end}:
-                    self._from_cache.append(request_id)
-                admitted.end = first + rows
-                admitted.tokens = max(admitted.tokens, admitted.end)
-                spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
+                if first not in {0, request.end}:
+                    self._from_cache.append(request.name)
+                request.end = first + rows
+                request.tokens = max(request.tokens, request.end)
+                spans.append(Span(request.name, row, rows, first, request.prompt_length))
             row += rows
         self._spans = spans
 
@@ -241,7 +261,7 @@ class EngineWorker:
         self._spans = []
         with self.failing():
             self._agree()
-        if self._failed:
+        if self._from_cache:
             with self.failing():
                 self._fail_sharers()
 
@@ -250,7 +270,7 @@ class EngineWorker:
         for span in self._spans:
             error = self.loaded_model().planned.failure_of(span.request_id)
             if error is not None:
-                self.fail(span.request_id, self._admitted[span.request_id].digest, error)
+                self.fail(span.request_id, reason_of(error))
 
     def _agree(self) -> None:
         """Exchanges failures with other workers of the same rows."""
@@ -283,12 +303,11 @@ class EngineWorker:
 
         The scheduler shares them until it learns of the failure; they may lack the plan's changes.
         """
-        digests = {*self._failed.values()}
-        for request_id in self._from_cache:
-            admitted = self._admitted[request_id]
-            if admitted.changes and admitted.digest in digests:
+        digests = {it.digest for it in self._requests.values() if it.state == "ended"}
+        for name in self._from_cache:
+            if self._requests[name].changes and self._requests[name].digest in digests:
                 msg = "its cached prefix may be that of a request whose plan failed: send it again"
-                self.fail(request_id, "", HookError(msg))
+                self.fail(name, reason_of(HookError(msg)))
 
     def failures(self) -> dict[str, str]:
         """Returns the requests that failed since it was called last, with the reasons."""
@@ -304,7 +323,7 @@ class EngineWorker:
 
     def packed_captures(
         self,
-        admitted: Admitted,
+        request: EngineRequest,
         result: Result,
         tokens: int,
         *,
@@ -314,7 +333,7 @@ class EngineWorker:
         """Packs the captures of a request, or why rows are missing.
 
         Args:
-            admitted: the request.
+            request: the request.
             result: its captures.
             tokens: tokens of prompt and answer. Rows from the last one on are cut off: an
                 engine that schedules ahead runs them for nothing.
@@ -323,8 +342,8 @@ class EngineWorker:
         """
         acts: dict[str, Tensor] = {}
         positions: dict[str, list[int]] = {}
-        for capture in admitted.captures:
-            mask = wanted(capture.at, admitted.prompt_length, tokens - 1)
+        for capture in request.captures:
+            mask = wanted(capture.at, request.prompt_length, tokens - 1)
             expected = [position for position in mask.nonzero()[:, 0].tolist() if position >= since]
             inside = {*expected}
             for name, place, heads in capture.values:

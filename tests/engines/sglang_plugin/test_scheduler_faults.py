@@ -33,7 +33,7 @@ UNGUARDED = {
         "_forwarding",
     ),
     *("_answering", "busy", "forward", "running", "failing", "answer", "_forward", "_checking"),
-    *("fail", "failures", "reason_of", "reject", "_note_failed", "end_failed", "_abort"),
+    *("fail", "failures", "reason_of", "reject", "end_failed", "state", "_abort"),
 }
 _numbers = itertools.count(1)
 

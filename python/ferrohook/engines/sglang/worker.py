@@ -13,7 +13,7 @@ import sys
 import weakref
 from array import array
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import safetensors
 import safetensors.torch
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.engines.model.modules import ModuleTable, NamedTensors
-    from ferrohook.engines.planned import Result
-    from ferrohook.engines.worker import Admitted
     from ferrohook.plans import Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
@@ -50,20 +48,11 @@ _MOST_PLANS: Final = 256
 _names: Final = itertools.count()
 
 
-class _Failed(NamedTuple):
-    """Failure of a request's plan."""
-
-    reason: str
-    tokens: int
-    """Tokens before the step in which it failed."""
-
-
 class SchedulerWorker(EngineWorker):
     """Plans of the requests of one scheduler.
 
-    A request has three attributes of ours: `ferrohook`, the name of its plan here (clients choose
-    `rid`, and two may be alike), `ferrohook_rereads`, True if it reads no cached position, and
-    `ferrohook_failed`, once its plan failed.
+    A request has two attributes of ours: `ferrohook`, its name here (clients choose `rid`, and two
+    may be alike), and `ferrohook_rereads`, True if it reads no cached position.
 
     Args:
         scheduler: the `Scheduler`.
@@ -82,7 +71,7 @@ class SchedulerWorker(EngineWorker):
     @property
     def busy(self) -> bool:
         """True if a request has a plan."""
-        return bool(self._admitted)
+        return bool(self._requests)
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -279,14 +268,7 @@ class SchedulerWorker(EngineWorker):
 
     def names(self, reqs: Iterable[Any]) -> set[str]:
         """Returns the names of the plans of requests."""
-        if not self._admitted:
-            return set()
-        return {req.ferrohook for req in reqs} & self._admitted.keys()
-
-    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
-        """Closes a request; returns its captures, None for one without a plan."""
-        self._failed.pop(request_id, None)
-        return super().retire(request_id)
+        return {req.ferrohook for req in reqs} & self._requests.keys()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -304,12 +286,14 @@ class SchedulerWorker(EngineWorker):
                 yield
         finally:
             self._points.wanted, self._slots = (), None
-        if failed := self.failures():
-            self._note_failed(failed)
+        for name in self.failures():
+            if (req := self._reqs.get(name)) is not None:
+                req.skip_radix_cache_insert = True
 
     def _wanted(self) -> frozenset[str]:
         """Returns the hook points that requests of the settled step see."""
-        plans = frozenset(self._admitted[span.request_id].prepared for span in self._spans)
+        requests = [self._requests[span.request_id] for span in self._spans]
+        plans = frozenset(it.prepared for it in requests if it.prepared is not None)
         if plans != self._wanted_by[0]:
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
@@ -335,34 +319,25 @@ class SchedulerWorker(EngineWorker):
     def _fail_sharers(self) -> None:
         """Does nothing: a step's keys and values are shared once it has been checked."""
 
-    def _note_failed(self, failed: dict[str, str]) -> None:
-        """Notes requests whose plans failed, for when the result of their step is processed."""
-        for name, reason in failed.items():
-            if (req := self._reqs.get(name)) is not None and name in self._admitted:
-                req.skip_radix_cache_insert = True
-                # The token of this step is none: it was computed under a plan that failed.
-                tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
-                req.ferrohook_failed = _Failed(reason, tokens)
-
     def end_failed(self, reqs: Iterable[Any]) -> None:
         """Ends requests whose plans failed, before the result of their step is processed.
 
         The overlap runs a step before the result of the one before it: a request that ends there
         has not failed.
         """
-        if not self._failed:
-            return
         for req in reqs:
-            failed = getattr(req, "ferrohook_failed", None)
-            if failed is not None and not req.finished() and len(req.output_ids) >= failed.tokens:
-                req.to_finish = _abort(failed.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+            request = self._requests.get(getattr(req, "ferrohook", None) or "")
+            if request is None or request.reason is None or req.finished():
+                continue
+            if len(req.output_ids) >= request.valid:
+                req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # --- answers -----------------------------------------------------------------------------
 
     def answer(self, reqs: Iterable[Any]) -> None:
         """Attaches captures to finished requests, before they are answered."""
         for req in reqs:
-            if getattr(req, "ferrohook", None) in self._admitted and req.finished():
+            if getattr(req, "ferrohook", None) in self._requests and req.finished():
                 try:
                     self._answer(req)
                 except Exception as error:  # noqa: BLE001 (the request's failure)
@@ -372,13 +347,12 @@ class SchedulerWorker(EngineWorker):
                         self.retire(req.ferrohook)
 
     def _answer(self, req: Any) -> None:
-        failed = getattr(req, "ferrohook_failed", None)
-        if failed is not None and req.finished_reason.to_json().get("message") == failed.reason:
-            req.finished_len = min(failed.tokens, len(req.output_ids))
+        request, end = self._requests[req.ferrohook], req.finished_reason.to_json()
+        if request.reason is not None and end.get("message") == request.reason:
+            req.finished_len = min(request.valid, len(req.output_ids))
         ended = self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
-        aborted = req.finished_reason.to_json()["type"] == "abort"
-        if ended is None or not ended[0].captures or not texts or aborted:
+        if ended is None or not request.captures or not texts or end["type"] == "abort":
             return
         data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
         parts = [None] * (len(texts) - 1) + [data]

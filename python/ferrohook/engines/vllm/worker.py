@@ -25,7 +25,7 @@ from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
-from ferrohook.engines.worker import Admitted, EngineWorker, ServedModel
+from ferrohook.engines.worker import EngineRequest, EngineWorker, ServedModel, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
@@ -60,7 +60,7 @@ def _heads_of(module: Any) -> HeadSizes | None:
 class _Finished:
     """Captures that wait for their client."""
 
-    admitted: Admitted
+    request: EngineRequest
     result: Result
     size: int
     """Bytes."""
@@ -200,7 +200,7 @@ class RunnerWorker(EngineWorker):
             self._open(request_id, payload, prompt_length)
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             digest = payload["digest"] if isinstance(payload, dict) else ""
-            self.fail(request_id, digest, error)
+            self.fail(request_id, reason_of(error), digest)
 
     def _open(self, request_id: str, payload: Any, prompt_length: int) -> None:
         self.retire(request_id)
@@ -224,7 +224,7 @@ class RunnerWorker(EngineWorker):
             return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
         return plan
 
-    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
+    def retire(self, request_id: str) -> tuple[EngineRequest, Result] | None:
         """Closes a request, and keeps its captures for the client."""
         ended = super().retire(request_id)
         if ended is not None and ended[0].captures and not ended[0].taken:
@@ -233,7 +233,7 @@ class RunnerWorker(EngineWorker):
         return ended
 
     def _keep(self, finished: _Finished) -> None:
-        self._finished[finished.admitted.key] = finished
+        self._finished[finished.request.key] = finished
         self._finished_bytes += finished.size
         while self._finished_bytes > self.options.results_bytes:
             key, dropped = self._finished.popitem(last=False)
@@ -251,12 +251,9 @@ class RunnerWorker(EngineWorker):
     # --- steps -------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        if self._ranks is None or not (self._admitted or self._failed):  # alike on all ranks
-            return
-        for request_id, reason in self._ranks.merged(self._failures).items():
-            self._failures[request_id] = reason
-            admitted = self._admitted.get(request_id)
-            self._failed.setdefault(request_id, admitted.digest if admitted else "")
+        if self._ranks is not None and self._requests:  # alike on all ranks
+            for name, reason in self._ranks.merged(self._failures).items():
+                self.fail(name, reason)
 
     def check(self, output: Any, slots: Mapping[str, Tensor]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
@@ -311,7 +308,7 @@ class RunnerWorker(EngineWorker):
     def state(self) -> bytes:
         """Returns numbers of requests and captures, for tests and metrics."""
         numbers = {
-            "requests": len(self._admitted),
+            "requests": sum(it.prepared is not None for it in self._requests.values()),
             "results": len(self._finished),
             "results_bytes": self._finished_bytes,
             "steps": self.steps,
@@ -346,14 +343,14 @@ class RunnerWorker(EngineWorker):
             return self.packed_captures(*found, tokens, since=since, partial=True)
         return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
-    def _captured(self, key: str) -> tuple[Admitted, Result] | None:
+    def _captured(self, key: str) -> tuple[EngineRequest, Result] | None:
         """Returns the captures of a request; of a running one, the captures so far."""
-        for request_id, admitted in self._admitted.items():
-            if admitted.key == key:
-                result = self.loaded_model().planned.peek(request_id)
-                return None if result is None else (admitted, result)
+        for request in self._requests.values():
+            if request.key == key:
+                result = self.loaded_model().planned.peek(request.name)
+                return None if result is None else (request, result)
         finished = self._finished.get(key)
-        return None if finished is None else (finished.admitted, finished.result)
+        return None if finished is None else (finished.request, finished.result)
 
 
 def _free_bytes(device: torch.device) -> int:
