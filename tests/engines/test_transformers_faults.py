@@ -79,4 +79,4 @@ def test_a_fault_in_any_call_fails_requests_with_plans_alone(
     assert len(first.calls) > 100
     number = 400 if request.config.getoption("--whole") else 12
     found = {run(at).where for at in first.draw(number)[part::PARTS]}
-    assert len(found) > 2
+    assert len(found) > 1

@@ -551,7 +551,7 @@ def _memory_of(cache: Any) -> StorageWeakRef | None:
     layers = getattr(cache, "layers", ())
     kept = [getattr(layer, "keys", None) for layer in layers] or getattr(cache, "key_cache", [])
     for layer in layers:
-        kept += getattr(layer, "recurrent_states", {}).values()  # written in place
+        kept.extend(getattr(layer, "recurrent_states", {}).values())  # written in place
     found = next((each for each in kept if isinstance(each, Tensor) and each.numel()), None)
     return None if found is None else StorageWeakRef(found.untyped_storage())
 
