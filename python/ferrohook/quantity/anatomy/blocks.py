@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ferrohook.quantity.anatomy.equations import ROUNDINGS, Terms, differ, fit, tolerance
+from ferrohook.quantity.anatomy.subjects import through
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,26 +192,19 @@ class Anatomist:
 
     def _tested(self, call: ModuleCall) -> bool:
         (value,) = call.inputs.values()
-        module = self._model.get_submodule(call.path)
         (sighting,) = [
             each
             for each in self.look.sightings
             if each.site.path == call.path and each.site.inputs and each.time == call.start
         ]
-        like = next(module.parameters(), None)
         x = self.look.values[value].view(sighting.shape)
-        x = x if like is None else x.to(like.device)
         x = x * _exact_scale(x)
         swapped = x.clone()
         swapped[..., :2] = x[..., :2].flip(-1)
-        try:
-            with torch.no_grad():
-                returned = [module.forward(each) for each in (x, x * 4, swapped)]
-        except Exception:  # noqa: BLE001 (a module that takes more than a tensor fails as it likes)
-            return False
-        if any(not isinstance(it, torch.Tensor) or it.shape != x.shape for it in returned):
-            return False
+        returned = [through(self._model, call.path, each) for each in (x, x * 4, swapped)]
         small, large, other = returned
+        if small is None or large is None or other is None or small.shape != x.shape:
+            return False
         same_size = _close(small, large) and not _close(small, x)
         apart = _close(small[..., 2:], other[..., 2:])
         return same_size and apart and not _close(small[..., :2], other[..., :2])

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import random
+import threading
+import types
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferrohook._core import keeps_state_in_torch_hooks, release_copy
 from ferrohook.attach.hook_info import find_registry
@@ -86,13 +92,72 @@ class Subject:
         return Look(self.model, self.forward, writes)
 
 
+def through(model: nn.Module, path: str, tensor: Tensor) -> Tensor | None:
+    """Calls a module of a copy with a tensor; None if it takes or returns anything else."""
+    module = model.get_submodule(path)
+    like = next(module.parameters(), None)
+    try:
+        with undisturbed():
+            returned: Any = module.forward(tensor if like is None else tensor.to(like.device))
+    except Exception:  # noqa: BLE001 (a module that takes more fails as it likes)
+        return None
+    return returned.detach().cpu() if isinstance(returned, Tensor) else None
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Runs a forward without gradients and with a random state of its own."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.no_grad():
-        torch.manual_seed(_SEED)
-        yield
+    """Runs a forward without gradients that takes nothing from the generators of the process.
+
+    `random` and numpy have no generator of a thread's own. Their states are put back if no other
+    thread runs: one that draws meanwhile must not get a number twice.
+    """
+    alone = threading.active_count() == 1
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 (it is the caller's)
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), _PrivateGenerators():
+            yield
+    finally:
+        if alone:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002 (as above)
+
+
+class _PrivateGenerators(TorchDispatchMode):
+    """Gives the operators that draw in this thread a generator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            with_generator = _with_generator(func)
+            if with_generator is not None:
+                tensor = next((each for each in args if isinstance(each, Tensor)), None)
+                device = kwargs.get("device") or ("cpu" if tensor is None else tensor.device)
+                kwargs = {**kwargs, "generator": self._generator(torch.device(device))}
+                return with_generator(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        made = self._generators.get(device)
+        if made is None:
+            made = self._generators[device] = torch.Generator(device).manual_seed(_SEED)
+        return made
+
+
+def _with_generator(func: Any) -> Any:
+    """Returns the overload of an operator that takes a generator; None if it has none."""
+    own, packet = func._overloadname, func.overloadpacket
+    names = own.replace("low", "low_generator"), own.replace("default", "generator")
+    for name in (own, f"{own}_generator", *names):
+        found = getattr(packet, name, None)
+        if found is not None and any(it.name == "generator" for it in found._schema.arguments):
+            return found
+    return None
 
 
 def structural_copy(model: nn.Module) -> nn.Module:
@@ -112,11 +177,39 @@ def structural_copy(model: nn.Module) -> nn.Module:
         )
         raise HookError(msg) from error
     for module in copied.modules():
+        _rebind(module, shared)
         release_copy(module)
         if (registry := find_registry(module)) is not None:
             registry.clear()
         _remove_hooks(module)
     return copied.eval()
+
+
+def _rebind(module: nn.Module, copies: dict[int, Any]) -> None:
+    """Replaces functions of a copied module by ones whose closures hold the copies.
+
+    `deepcopy` copies no function: a wrapped `forward` would call the original's modules.
+    """
+
+    def copied(cell: types.CellType) -> types.CellType:
+        held = cell.cell_contents
+        if isinstance(held, types.FunctionType):
+            return types.CellType(rebound(held))
+        kinds = (nn.Module, types.MethodType, functools.partial)
+        return types.CellType(copy.deepcopy(held, copies)) if isinstance(held, kinds) else cell
+
+    def rebound(function: types.FunctionType) -> types.FunctionType:
+        cells = tuple(map(copied, function.__closure__ or ()))
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        functools.update_wrapper(made, function)
+        return made
+
+    for name, each in [*vars(module).items()]:
+        if isinstance(each, types.FunctionType) and each.__closure__:
+            vars(module)[name] = rebound(each)
 
 
 def _shared(model: nn.Module) -> Iterator[Tensor]:

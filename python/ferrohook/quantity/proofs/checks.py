@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ferrohook.quantity.anatomy.equations import differ, tolerance
+from ferrohook.quantity.anatomy.subjects import through
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
     from ferrohook.quantity.anatomy.blocks import StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
@@ -56,7 +59,7 @@ class Checks:
                 ]
                 state = _sum(step.multipliers, [state, *added])
             elif step.norm is not None:
-                state = self._through(step.norm, state)
+                state = through(self._model, step.norm, state)
             if site is not None:
                 self._compare(names, self._before(site), state)
                 state = self._after(site)
@@ -67,7 +70,7 @@ class Checks:
         """Checks what a sublayer takes of the stream."""
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
-            taken = self._through(entry.norm, taken)
+            taken = through(self._model, entry.norm, taken)
         self._compare([name], self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
@@ -75,10 +78,10 @@ class Checks:
         if sublayer.last is None or sublayer.projected is None:
             return
         taken = self._after(sublayer.last)
-        projected = None if taken is None else self._through(sublayer.projected.path, taken)
+        projected = None if taken is None else through(self._model, sublayer.projected.path, taken)
         self._compare([name], self._before(sublayer.projected), projected)
         if projected is not None and sublayer.norm is not None:
-            projected = self._through(sublayer.norm, projected)
+            projected = through(self._model, sublayer.norm, projected)
         self._compare([name], self._before(sublayer.contribution), projected)
 
     def begins(self, name: str, began: Beginning, stream: ObservedTensor) -> None:
@@ -89,7 +92,7 @@ class Checks:
             return
         state: Tensor | None = embed
         for path in began.first:
-            state = None if state is None else self._through(path, state)
+            state = None if state is None else through(self._model, path, state)
         if state is not None:
             total = state.double() * began.multiplier
             if began.positions is not None:
@@ -97,20 +100,20 @@ class Checks:
                 total = rows.view_as(total)
             state = total.to(embed.dtype)
         for path in began.modules:
-            state = None if state is None else self._through(path, state)
+            state = None if state is None else through(self._model, path, state)
         self._compare([name], self._before(stream), state)
 
     def ends(self, ended: Ending, stream: ObservedTensor) -> None:
         """Checks how the stream ends."""
         state = self._after(stream)
         if ended.norm is not None:
-            taken = None if state is None else self._through(ended.norm.path, state)
+            taken = None if state is None else through(self._model, ended.norm.path, state)
             self._compare(["final_norm"], self._before(ended.norm), taken)
             state = self._after(ended.norm)
         if ended.logits is None:
             return
         for path in ended.modules:
-            state = None if state is None else self._through(path, state)
+            state = None if state is None else through(self._model, path, state)
         if state is not None:
             state = state.double() * ended.multiplier
             if ended.cap is not None:
@@ -123,17 +126,6 @@ class Checks:
 
     def _after(self, site: ObservedTensor) -> Tensor | None:
         return self._look.tensor(site, after=True) if site in self._look.sites else None
-
-    def _through(self, path: str, tensor: Tensor) -> Tensor | None:
-        """Calls a module of the copy; None if it takes more than a tensor."""
-        module = self._model.get_submodule(path)
-        like: Any = next(module.parameters(), None)
-        try:
-            with torch.no_grad():
-                returned: Any = module.forward(tensor if like is None else tensor.to(like.device))
-        except Exception:  # noqa: BLE001 (a module that takes more fails as it likes)
-            return None
-        return returned.detach().cpu() if isinstance(returned, Tensor) else None
 
     def _compare(self, names: list[str], one: Tensor | None, other: Tensor | None) -> None:
         if one is None or other is None:
