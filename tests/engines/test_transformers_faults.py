@@ -18,7 +18,7 @@ from support.faults import NOWHERE, FaultError, Injector
 NEW, WAIT, PARTS = 4, 60, 4
 UNGUARDED = {
     *("replaced", "_shares", "_complete", "get_model_kwargs", "sample"),
-    *("_failing", "_fail_all", "_reject", "_give"),
+    *("_failing", "guarded", "_fail_all", "_reject", "_give"),
 }
 STEERED = Job([5, 6, 7, 8], (Change(1, fh.Add(torch.ones(WIDTH)), "generated"),), ("model.norm",))
 KEPT = Job([9, 10, 11], kept=("model.layers.0",))

@@ -144,18 +144,13 @@ class EngineWorker:
             reason = f"{type(error).__name__}: {error}"
             self.refuse(f"no plans with this model in {it.engine} {it.version}: {reason}")
 
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self) -> contextlib.AbstractContextManager[None]:
         """Runs code of ours in a step, whose faults fail requests with plans, never the engine."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-            _LOG.error(
-                "ferrohook failed in a step of the engine: requests with plans fail",
-                exc_info=error,
-            )
-            for name in self._requests:
-                self.fail(name, reason_of(error))
+        return guarded(self._fail_all)
+
+    def _fail_all(self, error: Exception) -> None:
+        for name in self._requests:
+            self.fail(name, reason_of(error))
 
     def fail(self, name: str, reason: str, digest: str = "") -> None:
         """Ends a request whose plan failed, once.
@@ -363,6 +358,22 @@ class EngineWorker:
                     acts[name] = rows if heads is None else rows.unflatten(-1, heads)
                     positions[name] = expected
         return packed(acts, positions)
+
+
+@contextlib.contextmanager
+def guarded(fail: Callable[[Exception], None]) -> Iterator[None]:
+    """Runs code of ours in an engine's step; a fault there is logged, and fails requests.
+
+    Args:
+        fail: takes the fault, and fails the requests that the code is for.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+        _LOG.error(
+            "ferrohook failed in a step of the engine: requests with plans fail", exc_info=error
+        )
+        fail(error)
 
 
 def reason_of(error: BaseException) -> str:

@@ -23,17 +23,10 @@ if TYPE_CHECKING:
     from support.sglang_engine import Local
 
 UNGUARDED = {
-    *(
-        "_queueing",
-        "take_request",
-        "_aborting",
-        "_processing",
-        "_limiting",
-        "_batched",
-        "_forwarding",
-    ),
-    *("_answering", "busy", "forward", "running", "failing", "answer", "_forward", "_checking"),
-    *("fail", "failures", "reason_of", "reject", "end_failed", "state", "_abort"),
+    *("_queueing", "take_request", "_aborting", "_processing", "_limiting", "_batched"),
+    *("_forwarding", "_answering", "busy", "forward", "running", "failing", "guarded", "_fail_all"),
+    *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_failed"),
+    *("state", "_abort"),
 }
 _numbers = itertools.count(1)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import sys
 import threading
 import weakref
@@ -45,6 +44,7 @@ from ferrohook.engines.transformers.steps import (
     read_step,
     requests_in,
 )
+from ferrohook.engines.worker import guarded
 from ferrohook.errors import HookError
 from ferrohook.quantity import quantities
 from ferrohook.util.arguments import expect_module
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from ferrohook.engines.steps import Step
     from ferrohook.plans import Plan, Prepared
     from ferrohook.rows.batches import GatheredModule
-
-_LOG: Final = logging.getLogger("ferrohook")
 
 CAPABILITIES = Capabilities(
     engine="transformers",
@@ -409,23 +407,17 @@ class Attached:
 
     # --- In the engine's thread --------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _failing(self, request_ids: Iterable[str] | None = None) -> Iterator[None]:
+    def _failing(
+        self, request_ids: Iterable[str] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Runs code of ours, whose faults fail these requests and never end the engine.
 
         Args:
             request_ids: those that the code is for; None for all that have a plan.
         """
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-            self._fail_all(error, request_ids)
+        return guarded(functools.partial(self._fail_all, request_ids))
 
-    def _fail_all(self, error: Exception, request_ids: Iterable[str] | None = None) -> None:
-        """Fails requests for a fault of ours; None: all that have a plan."""
-        _LOG.error(
-            "ferrohook failed in a step of the engine: requests with plans fail", exc_info=error
-        )
+    def _fail_all(self, request_ids: Iterable[str] | None, error: Exception) -> None:
         for request_id in self._planned.ids() if request_ids is None else request_ids:
             self._reject(request_id, error)
 
@@ -557,8 +549,9 @@ class Attached:
                 what = f"keys or values of layer {layer_idx}"
                 keys = self._cleaning.clean(keys, 2, what)
                 values = self._cleaning.clean(values, 2, what)
-        except Exception as error:  # noqa: BLE001 (as in `_failing`)
-            self._fail_all(error)
+        except Exception:
+            with self._failing():
+                raise
         return original(keys, values, layer_idx, kwargs=kwargs)
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
