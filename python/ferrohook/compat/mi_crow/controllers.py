@@ -90,7 +90,7 @@ class Controller(Hook):
     def _run_after(self, module: Any, args: Any, output: Any) -> Any:
         if self._detects:
             super()._run_after(module, args, output)
-        original = extract_tensor_from_output(output)
+        original = output if isinstance(output, Tensor) else extract_tensor_from_output(output)
         changed = None if original is None else self._change(module, args, original)
         if original is None or changed is None:
             return None
