@@ -70,7 +70,7 @@ class _Entries(MutableMapping[str, Any]):
         return self.entries[name].read(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.entries[name] = _CachedValue(value)
+        self.entries[name] = value if isinstance(value, _CachedValue) else _CachedValue(value)
 
     def __delitem__(self, name: str) -> None:
         del self.entries[name]
@@ -118,10 +118,6 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
 
     def _peek(self, name: str) -> Any:
         return self._activations.entries[name].peek()
-
-    def put(self, name: str, entry: _CachedValue) -> None:
-        """Stores an entry, whose own `read` gives its value."""
-        self._activations.entries[name] = entry
 
 
 class CacheOptions(NamedTuple):
@@ -187,11 +183,9 @@ class SavingHook:
             return self._options.cut(each.detach(), name, pos_dim)
 
         value = map_tensors(cut, tensor)
-        if isinstance(self._cache, PointCache):
-            entry = _CachedValue(value, checked=self._options.copy == "checked")
-            self._cache.put(self._key, entry)
-        else:
-            self._cache[self._key] = value
+        if isinstance(self._cache, PointCache) and self._options.copy == "checked":
+            value = _CachedValue(value, checked=True)
+        self._cache[self._key] = value
 
 
 def recorded_cache(
