@@ -185,6 +185,13 @@ def test_results_as_json(language_model: str, capsys: pytest.CaptureFixture[str]
     assert len(found) == len(printed(capsys, "quantities", language_model)) - 1
 
 
+@pytest.mark.parametrize("out", [".", "nowhere/table.json"])
+def test_a_table_that_cannot_be_written_is_refused_first(
+    out: str, language_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"cannot write {out}" in error_line(["quantities", language_model, "--out", out], capsys)
+
+
 def test_collected_batches_are_stored_once_and_verified(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrohook.cli import inputs, models
+from ferrohook.cli.errors import UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -36,13 +37,16 @@ def run(options: argparse.Namespace) -> int:
     """Prints the table."""
     import ferrohook as fh
 
+    if (out := options.out) is not None and (out.is_dir() or not out.parent.is_dir()):
+        msg = f"cannot write {out}: give the name of a file in a folder that exists"
+        raise UserError(msg)
     former = None if options.check is None else fh.Quantities.from_json(options.check.read_text())
     model = models.load(options)
     args, kwargs = ((), {}) if options.input is None else inputs.read(options.input, model, options)
     table = fh.quantities(model, *args, **kwargs)
     print(table.to_json() if options.json else table)
-    if options.out is not None:
-        options.out.write_text(table.to_json())
+    if out is not None:
+        out.write_text(table.to_json())
     if former is not None:
         former.verify(model, *args, **kwargs)
         if not options.json:
