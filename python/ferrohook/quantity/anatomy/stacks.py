@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrohook.quantity.anatomy.observe import ObservedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from ferrohook.quantity.anatomy.observe import Look, ModuleCall
 
@@ -44,7 +44,7 @@ def chains(look: Look) -> list[list[Block]]:
         for other in calls[place + 1 :]:
             if other.start < call.end or other.path in taken:
                 continue
-            link = _link(look, call, other)
+            link = _link(look, call, other, calls)
             if link is not None:
                 following[call.path] = (other, *link)
                 taken.add(other.path)
@@ -55,15 +55,34 @@ def chains(look: Look) -> list[list[Block]]:
     )
 
 
-def _link(look: Look, call: ModuleCall, other: ModuleCall) -> tuple[Any, Any] | None:
+def _link(
+    look: Look, call: ModuleCall, other: ModuleCall, calls: Sequence[ModuleCall]
+) -> tuple[Any, Any] | None:
     """Returns the parts of an output and of an input that are one tensor."""
     for out, value in call.outputs.items():
         if look.values[value].numel() == 1:
+            continue
+        if _beside(look, value, other, calls):
             continue
         for part, taken in other.inputs.items():
             if taken == value:
                 return out, part
     return None
+
+
+def _beside(look: Look, value: int, call: ModuleCall, calls: Iterable[ModuleCall]) -> bool:
+    """Returns True if a module takes a value beside its stream, as for cross-attention.
+
+    Its output is of another size; or it takes another tensor of this size too, and modules before
+    or after it take this value as well.
+    """
+    size = look.values[value].numel()
+    if all(look.values[each].numel() != size for each in call.outputs.values()):
+        return True
+    if all(look.values[each].numel() != size for each in {*call.inputs.values()} - {value}):
+        return False
+    apart = (each for each in calls if each.start > call.end or each.end < call.start)
+    return any(value in each.inputs.values() for each in apart)
 
 
 def _chain(

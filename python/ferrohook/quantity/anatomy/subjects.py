@@ -325,7 +325,7 @@ def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise HookError(msg)
     made = {"input_ids": _token_ids(model)}
     if "decoder_input_ids" in names:
-        made["decoder_input_ids"] = _token_ids(model).flip(0)
+        made["decoder_input_ids"] = _token_ids(model, TOKENS - 2)
     return Example((), made, (ROWS, TOKENS))
 
 
@@ -357,7 +357,7 @@ def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] 
     return first.shape[0], first.shape[1]
 
 
-def _token_ids(model: nn.Module) -> Tensor:
+def _token_ids(model: nn.Module, tokens: int = TOKENS) -> Tensor:
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     entries = max((each.num_embeddings for each in tables), default=0)
     config = getattr(model, "config", None)
@@ -366,6 +366,6 @@ def _token_ids(model: nn.Module) -> Tensor:
         entries = min(entries, size) if entries else size
     # The first and last ids of a vocabulary are often special.
     low, high = (entries // 4, entries - entries // 4) if entries > 4 else (0, max(entries, 1))  # noqa: PLR2004 (quarters)
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(_SEED + TOKENS - tokens)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return torch.randint(low, high, (ROWS, TOKENS), generator=generator).to(device)
+    return torch.randint(low, high, (ROWS, tokens), generator=generator).to(device)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import differ, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor, noise
@@ -292,12 +294,25 @@ class Tracer:
 
 # --- Kinds ------------------------------------------------------------------------------------
 
-# Found by two experiments: change one token of what each sublayer takes, or make all tokens equal.
-# Attention mixes tokens, and averages them.
+# Found by experiments with what each sublayer takes: change some tokens, the others, and all; make
+# all tokens equal. Attention mixes tokens by weights that depend on them, and averages.
+
+
+class Experiments(NamedTuple):
+    """Looks in which what each sublayer takes is changed."""
+
+    some: Look
+    """At some tokens."""
+    others: Look
+    """At all others."""
+    both: Look
+    """At all, as in the two."""
+    same: Look
+    """All tokens are equal."""
 
 
 class Classifier:
-    """Tells the kinds of the sublayers of one model.
+    """Finds the kinds of the sublayers of one model.
 
     Args:
         subject: the copy that was looked at.
@@ -311,7 +326,7 @@ class Classifier:
         self._heads = heads
 
     def classify(self, stack: BlockStack, others: Sequence[BlockStack]) -> None:
-        """Tells the kinds of a stack's contributions; cross-attention reads `others`."""
+        """Finds the kinds of a stack's contributions; cross-attention reads `others`."""
         entries = {
             site
             for part in stack.parts
@@ -320,38 +335,49 @@ class Classifier:
             for site in each.entry.sites
         }
         clean = {site: self._look.tensor(site) for site in entries}
-        moved = self._held(clean, _first_moved)
-        same = self._held(clean, _all_equal)
-        if moved is None or same is None:
+        looks = [self._held(clean, change) for change in (_some, _others, _all, _equal)]
+        if not all(looks):
             return
+        experiments = Experiments(*filter(None, looks))
         sources = {each.parts[-1].block.after: noise(0.5) for each in others}
         elsewhere = self._held(clean, None, sources) if sources else None
         for part in stack.parts:
             for each in part.sublayers:
-                if each.entry is not None and each.contribution in moved.sites:
-                    self._tell(part, each, moved, same, elsewhere)
+                if each.entry is not None and each.contribution in experiments.some.sites:
+                    self._classify(part, each, experiments, elsewhere)
 
-    def _tell(
-        self, part: BlockParts, each: Sublayer, moved: Look, same: Look, elsewhere: Look | None
+    def _classify(
+        self, part: BlockParts, each: Sublayer, looks: Experiments, elsewhere: Look | None
     ) -> None:
         site = each.contribution
         own = self._look.tensor(site)
-        changed = _changed(own, moved.tensor(site))
-        if bool(changed[0]):
+        some, others, both, same = (look.tensor(site) for look in looks)
+        moved = _chosen(own)
+        by_some, by_others = _changed(own, some), _changed(own, others)
+        if bool(by_some.any()) or bool(by_others.any()):
             part.moving.add(site)
         if elsewhere is not None and bool(_changed(own, elsewhere.tensor(site)).any()):
             part.kinds[site] = "cross"
-        elif not bool(changed[1:].any()):
-            part.kinds[site] = "mlp" if bool(changed[0]) else "constant"
-        elif self._attends(each) or _is_average(same.tensor(site)):
+        elif self._attends(each):
+            part.kinds[site] = "attention"
+        elif self._single(own):
+            part.kinds[site] = "unmixed"
+        elif not bool(by_some[~moved].any()) and not bool(by_others[moved].any()):
+            part.kinds[site] = "mlp" if site in part.moving else "constant"
+        elif _is_average(same) and bool(_changed(both, some + others - own).any()):
             part.kinds[site] = "attention"
         else:
             part.kinds[site] = "mixer"
 
+    def _single(self, contribution: Tensor) -> bool:
+        """Returns True if no row of the example has two tokens."""
+        shape = self._subject.example.shape
+        tokens = contribution.shape[-2] if shape is None else shape[1]
+        return tokens == 1
+
     def _attends(self, sublayer: Sublayer) -> bool:
-        """Returns True if it goes through an attention module whose pattern is proved."""
-        paths = self._heads.keys() & sublayer.inside
-        return any(self._heads[path].inside for path in paths)
+        """Returns True if it goes through a function that models call as attention."""
+        return bool(self._heads.keys() & sublayer.inside)
 
     def _held(
         self,
@@ -385,14 +411,30 @@ def _is_average(tensor: Tensor) -> bool:
     return differ(positions, positions[:1].expand_as(positions)) <= tolerance(tensor)
 
 
-def _first_moved(tensor: Tensor) -> Tensor:
-    moved = tensor.clone()
-    flat = moved.view(-1, moved.shape[-1])
-    flat[0] = noise(1.0)(flat[0])
-    return moved
+def _chosen(tensor: Tensor) -> Tensor:
+    """Chooses about half of the positions, without a period: those with an odd number of ones."""
+    count = tensor.numel() // tensor.shape[-1]
+    return torch.tensor([place.bit_count() % 2 == 1 for place in range(count)])
 
 
-def _all_equal(tensor: Tensor) -> Tensor:
+def _moved(tensor: Tensor, chosen: Tensor) -> Tensor:
+    flat = tensor.reshape(-1, tensor.shape[-1])
+    return noise(1.0)(flat).where(chosen[:, None], flat).reshape(tensor.shape)
+
+
+def _some(tensor: Tensor) -> Tensor:
+    return _moved(tensor, _chosen(tensor))
+
+
+def _others(tensor: Tensor) -> Tensor:
+    return _moved(tensor, ~_chosen(tensor))
+
+
+def _all(tensor: Tensor) -> Tensor:
+    return noise(1.0)(tensor.reshape(-1, tensor.shape[-1])).reshape(tensor.shape)
+
+
+def _equal(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1, tensor.shape[-1])
     return flat[:1].expand_as(flat).reshape(tensor.shape).clone()
 

@@ -362,5 +362,7 @@ def _sum_text(part: BlockParts, steps: int | None = None) -> str:
 def _absence(kind: str, counts: dict[str, int]) -> str:
     if counts.get(kind, 0) > 1:
         return f"the block adds {counts[kind]} contributions of this kind"
+    if "unmixed" in counts:
+        return "no row of the example has two tokens, so that nothing shows which tokens it mixes"
     others = ", ".join(sorted(f"{n} {each}" for each, n in counts.items()))
     return f"no contribution to the stream is of this kind; the block adds {others or 'none'}"
