@@ -70,3 +70,60 @@ def test_bad_arguments_are_refused(net: Net) -> None:
         analysis.ablation(net, ids, difference, "blocks.1", by="mean", reference=[])
     with pytest.raises(fh.HookTypeError, match="reference is for by='mean'"):
         analysis.ablation(net, ids, difference, "blocks.1", reference=ids)
+
+
+def padded_llama() -> tuple[Any, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=96,
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    ids, mask = torch.randint(3, 90, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    ids[1, :5] = mask[1, :5] = 0
+    model = transformers.LlamaForCausalLM(config).eval()
+    return model, {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("what", ["@attn_out.1", "model.layers.1.self_attn", "@z.1"])
+def test_a_mean_leaves_out_padding(what: str) -> None:
+    model, batch = padded_llama()
+
+    def metric(output: Any) -> Tensor:
+        logits: Tensor = output.logits[:, -1]
+        return logits[:, 7] - logits[:, 9]
+
+    effects = analysis.ablation(model, batch, metric, what, by="mean", progress=False)
+    with torch.no_grad():
+        output, acts = fh.run(model, **batch, capture=what)
+        value = acts[what][0] if isinstance(acts[what], tuple) else acts[what]
+        mean = value[batch["attention_mask"].bool()].mean(0)
+
+        def replaced(_module: Any, _args: Any, out: Any) -> Any:
+            tensor = out[0] if isinstance(out, tuple) else out
+            new = mean.expand_as(tensor).clone()
+            return (new, *out[1:]) if isinstance(out, tuple) else new
+
+        moved = metric(fh.run(model, **batch, hooks={what: replaced})) - metric(output)
+    torch.testing.assert_close(float(effects.values[0]), float(moved.mean()), rtol=1e-3, atol=1e-5)
+
+
+def test_a_mean_over_places_whose_padding_is_not_known_is_refused() -> None:
+    model, batch = padded_llama()
+    long = {**batch, "attention_mask": batch["attention_mask"].repeat(1, 2)}
+    targets = analysis.targets.Targets(model, "@attn_out.1")
+    mask = analysis.calls.ModelCall.of(long).mask
+    with pytest.raises(fh.HookTypeError, match=r"\(2, 14\).*which positions are padding"):
+        targets.mean("@attn_out.1", torch.ones(2, 7, 32), mask)
+
+
+@pytest.mark.parametrize("metric", [lambda o: o.logits[:, -1], lambda o: o.logits[0, -1]])
+def test_a_metric_of_another_shape_is_refused(metric: Any) -> None:
+    model, batch = padded_llama()
+    with pytest.raises(fh.HookTypeError, match=r"one for each row, got Tensor of the shape"):
+        analysis.ablation(model, batch, metric, "@attn_out.1", progress=False)

@@ -48,7 +48,8 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         batch: keyword arguments of the model, a tuple of positional ones, or the only one.
         metric: maps the model's output to a number, or to one for each text, which are averaged.
         what: places: quantities and modules, see `register`.
-        by: value of a place that is switched off: "zero", or its "mean" over texts and positions.
+        by: value of a place that is switched off: "zero", or its "mean" over texts and positions,
+            without the padding that `attention_mask` marks.
         reference: inputs to take the means over; None for `batch`.
         over: go over each "position", each "head", or both; `()` for whole tensors.
         inputs: switch off the inputs of the modules instead of their outputs.
@@ -81,14 +82,15 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     call = ModelCall.of(batch)
 
     def shaped(name: str, tensor: Tensor) -> tuple[torch.Size, Tensor]:
-        off = targets.mean(name, tensor) if by == "mean" else torch.zeros_like(tensor)
+        off = targets.mean(name, tensor, call.mask) if by == "mean" else torch.zeros_like(tensor)
         return tensor.shape, off
 
     found, output = targets.read(call, shaped)
     shapes = {name: shape for name, (shape, _) in found.items()}
     sources = {name: source for name, (_, source) in found.items()}
     if reference is not None:
-        sources, _ = targets.read(ModelCall.of(reference, "reference"), targets.mean)
+        other = ModelCall.of(reference, "reference")
+        sources, _ = targets.read(other, lambda name, it: targets.mean(name, it, other.mask))
     cells = targets.all_cells(shapes, dimensions)
     plain = float(score(metric, output).detach())
     scores = sweep(

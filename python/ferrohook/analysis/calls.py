@@ -82,6 +82,12 @@ class ModelCall(NamedTuple):
         args, kwargs = map_tensors(own, (self.args, self.kwargs))
         return ModelCall(args, kwargs, rows)
 
+    @property
+    def mask(self) -> Tensor | None:
+        """Tokens that are no padding, (rows, positions), by `attention_mask`; None without one."""
+        mask = self.kwargs.get("attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None  # noqa: PLR2004 (rows, positions)
+
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""
         return model(*self.args, **self.kwargs)
@@ -162,10 +168,16 @@ def score(metric: Callable[[Any], Any], output: Any) -> Tensor:
     value = metric(output)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     found = torch.tensor(value, dtype=torch.float64) if number else value
-    if not isinstance(found, Tensor) or not found.numel() or found.is_complex():
+    rows = {len(each) for each in tensors_in(output) if each.dim()}
+    if (
+        not isinstance(found, Tensor)
+        or found.is_complex()
+        or not (found.numel() == 1 or (found.dim() and found.numel() == len(found) in rows))
+    ):
+        shape = f" of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         msg = (
             "a metric maps the model's output to a number, or a tensor with one for each row, got "
-            f"{type(value).__name__}"
+            f"{type(value).__name__}{shape}"
         )
         raise HookTypeError(msg)
     return found.double().mean()

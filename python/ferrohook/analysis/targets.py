@@ -241,12 +241,31 @@ class Targets:
         """Lists the cells of all targets, see `cells`."""
         return [cell for name in self.names for cell in self.cells(name, shapes[name], over)]
 
-    def mean(self, name: str, tensor: Tensor) -> Tensor:
-        """Averages over the texts and positions; the result broadcasts to the tensor."""
+    def mean(self, name: str, tensor: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Averages over the texts and positions; the result broadcasts to the tensor.
+
+        Args:
+            name: of the target.
+            tensor: its value.
+            mask: True for positions that are no padding, (rows, positions).
+
+        Raises:
+            HookTypeError: the tensor has other rows or positions than the mask.
+        """
         position = self._axes[name].position
         if position is None or tensor.dim() <= position + 1:
             return tensor.mean(0, keepdim=True)
-        return tensor.mean((0, position), keepdim=True)
+        if mask is None or bool(mask.all()):
+            return tensor.mean((0, position), keepdim=True)
+        if mask.shape != (len(tensor), tensor.shape[position]):
+            msg = (
+                f"{name!r} has the shape {tuple(tensor.shape)}, the attention_mask "
+                f"{tuple(mask.shape)}: it does not show which positions are padding, which a mean "
+                "leaves out. Pass a reference without padding"
+            )
+            raise HookTypeError(msg)
+        tokens = tensor.transpose(1, position)[mask.to(tensor.device)]
+        return tokens.mean(0)[None, None].transpose(1, position)
 
     def index(self, cell: Cell, tensor: Tensor) -> tuple[Any, ...]:
         """Returns the index of a cell in the `view` of a target's tensor."""
