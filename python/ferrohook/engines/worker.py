@@ -237,6 +237,9 @@ class EngineWorker:
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
+        if not self._requests:
+            yield
+            return
         around = contextlib.ExitStack()
         with self.failing():
             if self._spans:

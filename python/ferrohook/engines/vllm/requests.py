@@ -121,7 +121,8 @@ class FrontEnd:
 
     def names_vectors(self, params: Any) -> bool:
         """True if the plan of a request may name uploaded vectors."""
-        return '"tensor"' in text_of(params.extra_args[NAME])
+        text = text_of(params.extra_args[NAME])
+        return '"tensor"' in text or "\\u" in text
 
     async def read_large(self, params: Any) -> None:
         """Reads the plan of a request in a thread, if it is large.
