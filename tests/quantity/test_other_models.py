@@ -271,3 +271,73 @@ def test_a_table_that_a_forward_scales_stays_as_it_is() -> None:
     before = model.embed.weight.detach().clone()
     assert "@embed" in fh.quantities(model)
     assert torch.equal(model.embed.weight, before)
+
+
+@pytest.mark.parametrize("factors", [nn.Identity, "scale"])
+def test_factors_after_a_projection_are_no_projection(factors: Any) -> None:
+    """LayerScale of timm, DINOv2 and DINOv3."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = nn.Parameter(torch.full((32,), 0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factors
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.scale = nn.LayerNorm(32), (Scale if factors == "scale" else factors)()
+            self.mlp = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.scale(self.mlp(self.norm(x)))
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3))).eval()
+    quantity = fh.quantities(model, torch.randn(2, 5, 32))["@mlp_act.1"]
+    shown = "scale(projection(mlp_act))" if factors == "scale" else "projection(mlp_act)"
+    assert (quantity.place, quantity.equation) == ("1.mlp.2 input", f"{shown} = mlp_out")
+    assert quantity.writable
+
+
+def test_neurons_of_dinov2_are_before_its_last_projection() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    table = fh.quantities(transformers.Dinov2Model(config).eval(), torch.randn(2, 3, 16, 16))
+    assert table["@mlp_act.1"].place == "encoder.layer.1.mlp.fc2 input"
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SMALL, vocab_size=96, initializer_range=0.2)
+    return uneven(transformers.LlamaForCausalLM(config).eval())
+
+
+def test_a_compiled_model_has_the_quantities_of_its_original() -> None:
+    model = llama()
+    compiled: Any = torch.compile(model, backend="eager")
+    expected = {name: f"_orig_mod.{it.path}" for name, it in fh.quantities(model).items()}
+    found = {name: it.path for name, it in fh.quantities(compiled).items()}
+    assert {**found, "@logits": ""} == {**expected, "@logits": ""}
+    with torch.no_grad():
+        _, acts = fh.run(compiled, IDS, capture=["@resid_post.1", "@z.1"])
+        _, right = fh.run(model, IDS, capture=["@resid_post.1", "@z.1"])
+    for name in right:
+        torch.testing.assert_close(acts[name], right[name])
+
+
+@pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload"])
+def test_an_offloaded_model_has_the_quantities_of_a_loaded_one(kind: str, tmp_path: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = llama()
+    expected = {name: it.path for name, it in fh.quantities(model).items()}
+    folder = () if kind == "cpu_offload" else (tmp_path,)
+    device = torch.device("cpu")
+    offloaded = getattr(accelerate, kind)(model, *folder, execution_device=device)
+    assert {name: it.path for name, it in fh.quantities(offloaded).items()} == expected
+    assert all(each.is_meta for each in offloaded.parameters())

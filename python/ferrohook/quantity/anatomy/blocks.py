@@ -190,6 +190,22 @@ class Anatomist:
             known = self._norms[call.path] = self._tested(call)
         return known
 
+    def kind_of(self, path: str) -> str:
+        """Returns the name of what a module between projection and contribution does."""
+        return "norm" if self._norms.get(path) else "scale"
+
+    def is_gain(self, call: ModuleCall) -> bool:
+        """Returns True if a module multiplies each channel by a factor, as LayerScale does."""
+        taken, returned = [*call.inputs.values()], [*call.outputs.values()]
+        if len(taken) != 1 or len(returned) != 1:
+            return False
+        x, y = self.look.values[taken[0]], self.look.values[returned[0]]
+        rows, result = (each.reshape(-1, each.shape[-1]).double() for each in (x, y))
+        if x.shape != y.shape or len(rows) == 1:
+            return False
+        factors = (rows * result).sum(0) / rows.square().sum(0)
+        return differ(result, rows * factors) <= tolerance(x, y)
+
     def _tested(self, call: ModuleCall) -> bool:
         (value,) = call.inputs.values()
         (sighting,) = [

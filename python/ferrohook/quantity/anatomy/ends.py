@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ferrohook.quantity.anatomy.equations import fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
+from ferrohook.quantity.anatomy.subjects import through
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ def _looks_up(model: nn.Module, look: Look, call: ModuleCall, ids: list[Tensor])
         flat = each.reshape(-1)
         if returned.numel() != flat.numel() * weight.shape[1] or int(flat.max()) >= len(weight):
             continue
-        rows = weight.detach()[flat.long()].to("cpu", returned.dtype).reshape(-1)
+        # The weight of an offloaded module is there while it runs.
+        rows = through(model, call.path, flat) if weight.is_meta else weight.detach()[flat.long()]
+        if rows is None:
+            continue
+        rows = rows.to("cpu", returned.dtype).reshape(-1)
         factor = float(
             (returned.reshape(-1).double() @ rows.double()) / rows.double().square().sum()
         )

@@ -95,10 +95,9 @@ class Subject:
 def through(model: nn.Module, path: str, tensor: Tensor) -> Tensor | None:
     """Calls a module of a copy with a tensor; None if it takes or returns anything else."""
     module = model.get_submodule(path)
-    like = next(module.parameters(), None)
     try:
         with undisturbed():
-            returned: Any = module.forward(tensor if like is None else tensor.to(like.device))
+            returned: Any = module.forward(tensor.to(_device(module)))
     except Exception:  # noqa: BLE001 (a module that takes more fails as it likes)
         return None
     return returned.detach().cpu() if isinstance(returned, Tensor) else None
@@ -177,6 +176,8 @@ def structural_copy(model: nn.Module) -> nn.Module:
         )
         raise HookError(msg) from error
     for module in copied.modules():
+        if (original := module._modules.get("_orig_mod")) is not None:  # of torch.compile(model)
+            vars(module)["forward"] = original
         _rebind(module, shared)
         release_copy(module)
         if (registry := find_registry(module)) is not None:
@@ -367,5 +368,10 @@ def _token_ids(model: nn.Module, tokens: int = TOKENS) -> Tensor:
     # The first and last ids of a vocabulary are often special.
     low, high = (entries // 4, entries - entries // 4) if entries > 4 else (0, max(entries, 1))  # noqa: PLR2004 (quarters)
     generator = torch.Generator().manual_seed(_SEED + TOKENS - tokens)
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return torch.randint(low, high, (ROWS, tokens), generator=generator).to(device)
+    return torch.randint(low, high, (ROWS, tokens), generator=generator).to(_device(model))
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Returns the device of a module's parameters; the CPU for none, and for offloaded ones."""
+    devices = (each.device for each in module.parameters() if not each.is_meta)
+    return next(devices, torch.device("cpu"))

@@ -54,7 +54,7 @@ class Sublayer(NamedTuple):
     """Input of the last projection, and its output."""
     projected: ObservedTensor | None
     norm: str | None
-    """Path of the norm between the last projection and the contribution."""
+    """Path of the norm, or of the factors, between the last projection and the contribution."""
     inside: frozenset[str]
     """Paths of the modules that it was followed through."""
 
@@ -264,7 +264,7 @@ class Tracer:
         calls = self._producers(value)
         for call in calls:
             (*taken,) = call.inputs.values()
-            if len(taken) == 1 and taken[0] != value and self._anatomist.is_norm(call):
+            if len(taken) == 1 and taken[0] != value and self._rescales(call):
                 norm, value = call.path, taken[0]
                 calls = self._producers(value)
                 break
@@ -287,6 +287,9 @@ class Tracer:
         if not {site, output} <= self._look.sites.keys() or isinstance(taken_part, Hidden):
             return None, None, None
         return site, output, norm
+
+    def _rescales(self, call: ModuleCall) -> bool:
+        return self._anatomist.is_norm(call) or self._anatomist.is_gain(call)
 
     def _children(self, call: ModuleCall) -> bool:
         return any(each.path.startswith(f"{call.path}.") for each in self._calls)

@@ -254,7 +254,8 @@ class _ModelProver:
             )
             return
         projected = f"projection({inner})"
-        shown = f"norm({projected})" if each.norm is not None else projected
+        after = "" if each.norm is None else self._anatomist.kind_of(each.norm)
+        shown = f"{after}({projected})" if after else projected
         text = f"{_times(multiplier)}{shown} = {title}_out"
         self._add(f"{prefix}{inner}.{index}", each.last, text)
 
