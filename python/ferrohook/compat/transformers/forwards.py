@@ -340,9 +340,9 @@ def _install_for_trace(
 
 def _run_eagerly(request: _Recording, recorded: dict[str, list[Any]]) -> Any:
     # Assignments end the call: Ctrl-C may land in a call of a function, not in them.
-    outer, before = HERE.call, CALL.get()
     while True:
         call = _make_call(request, recorded)
+        outer, before = HERE.call, CALL.get()
         installation: Installation | None = call.installation
         try:
             IN_FLIGHT.add(call)
