@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 
 import ferrohook as fh
 from support.engines import Change, Job
-from support.serving import WIDTH, Answer
+from support.serving import LAYERS, WIDTH, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ HOSTILE = {
     "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
 }
 """Entries that make rows of their requests NaN or infinite."""
+_numbers = itertools.count(1)
 POSITIONS_FROM_THE_END: list[Any] = [-1, "last_prompt", "generated", "prompt", slice(-4, None)]
 
 
@@ -47,6 +49,18 @@ Ask: TypeAlias = "Callable[[list[int], fh.Plan | None, int], Given]"
 def steering(at: Any = None, layer: int = 1) -> Job:
     """A request of `PROMPT` that is steered."""
     return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
+
+
+def new_jobs() -> dict[str, Job]:
+    """Returns requests whose plans are not prepared yet."""
+    steered = (Change(1, fh.Add(VECTOR, scale=1 + next(_numbers) / 1000), None),)
+    kept = f"model.layers.{next(_numbers) % LAYERS}"
+    return {
+        "steered": Job(PROMPT, steered),
+        "kept": Job(PROMPT[:20], kept=(kept,)),
+        "both": Job(PROMPT[:50], steered, ("model.layers.1", "model.norm")),
+        "plain": Job(PROMPT[:30]),
+    }
 
 
 def _check(model: Any, job: Job, given: Given) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +12,10 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines.sglang import plugin
 from ferrohook.engines.sglang import worker as worker_module
-from support.engine_scenes import NEW, PROMPT, VECTOR, steering
-from support.engines import Change, Job
+from support.engine_scenes import NEW, PROMPT, VECTOR, new_jobs, steering
+from support.engines import Job
 from support.faults import NOWHERE, Injector
-from support.serving import EOS, LAYERS
+from support.serving import EOS
 from support.sglang_engine import abort, answer_of, answers, request
 
 if TYPE_CHECKING:
@@ -28,19 +27,6 @@ UNGUARDED = {
     *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_failed"),
     *("state", "_abort"),
 }
-_numbers = itertools.count(1)
-
-
-def new_jobs() -> dict[str, Job]:
-    """Returns requests whose plans are not prepared yet."""
-    steered = (Change(1, fh.Add(VECTOR, scale=1 + next(_numbers) / 1000), None),)
-    kept = f"model.layers.{next(_numbers) % LAYERS}"
-    return {
-        "steered": Job(PROMPT, steered),
-        "kept": Job(PROMPT[:20], kept=(kept,)),
-        "both": Job(PROMPT[:50], steered, ("model.layers.1", "model.norm")),
-        "plain": Job(PROMPT[:30]),
-    }
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from ferrohook.engines.vllm import worker as worker_module
-from support.engine_scenes import PROMPT, VECTOR
-from support.engines import Change, Job
+from support.engine_scenes import PROMPT, VECTOR, new_jobs
+from support.engines import Job
 from support.faults import NOWHERE, Injector
-from support.vllm_engine import EOS, LAYERS, Answer, sampling, start, state, stop
+from support.vllm_engine import EOS, Answer, sampling, start, state, stop
 
 pytestmark = pytest.mark.v2
 NEW = 3
@@ -27,18 +27,6 @@ UNGUARDED = {
     *("reason_of", "_mark", "get_output"),
 }
 _numbers = itertools.count(1)
-
-
-def new_jobs() -> dict[str, Job]:
-    """Returns requests whose plans are not prepared yet."""
-    steered = (Change(1, fh.Add(VECTOR, scale=1 + next(_numbers) / 1000), None),)
-    kept = f"model.layers.{next(_numbers) % LAYERS}"
-    return {
-        "steered": Job(PROMPT, steered),
-        "kept": Job(PROMPT[:20], kept=(kept,)),
-        "both": Job(PROMPT[:50], steered, ("model.layers.1", "model.norm")),
-        "plain": Job(PROMPT[:30]),
-    }
 
 
 @pytest.fixture(autouse=True)
