@@ -34,8 +34,12 @@ class _Pinned:
                 return None
             self._nbytes += nbytes
         # An inference tensor has no version: a capture of it would be copied before it is complete.
-        with torch.inference_mode(mode=False):
-            host = torch.empty_like(source, device="cpu", pin_memory=True)
+        try:
+            with torch.inference_mode(mode=False):
+                host = torch.empty_like(source, device="cpu", pin_memory=True)
+        except BaseException:
+            self._free(nbytes)
+            raise
         weakref.finalize(host.untyped_storage(), self._free, nbytes)
         return host
 
