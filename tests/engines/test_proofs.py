@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.engines.model.modules import OBSERVED_ROWS, ModuleTable
+from ferrohook.engines.model.looks import HeadSizes, look_at
+from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, ModuleTable
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)
-IDS = torch.arange(OBSERVED_ROWS)
+IDS = torch.tensor(OBSERVED_IDS)
 
 
 class Norm(nn.Module):
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, *, sandwich: bool = False, factor: float = 1.0) -> None:
         super().__init__()
-        self.embed = nn.Embedding(OBSERVED_ROWS, WIDTH)
+        self.embed = nn.Embedding(1 + OBSERVED_ROWS, WIDTH)
         self.layers = nn.ModuleList(Layer(sandwich, factor) for _ in range(3))
         self.norm = Norm()
 
@@ -172,7 +172,7 @@ def test_layers_that_hide_the_sum_prove_nothing() -> None:
     named = look_at(model, lambda: model(IDS), heads_of)
     assert "@resid_post.0" in named.table
     assert "@resid_post.1" not in named.table
-    expected = r"resid_pre \+ contributions = resid_post fails by \d\.\de-0\d for all"
+    expected = r"resid_pre \+ contributions = resid_post fails by \d\.\de-0\d: its output is no sum"
     assert re.match(expected, named.table.missing["resid_post.1"])
     with pytest.raises(fh.SelectionError, match=r"@mlp_out.1 is not proved.*" + expected):
         named.table.matching("@mlp_out.1")
@@ -186,7 +186,7 @@ def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureF
 
     named = look_at(model, fail, heads_of)
     assert not named.table
-    assert "looking at the model failed with ZeroDivisionError" in named.table.missing["resid_post"]
+    assert "its forward failed with ZeroDivisionError" in named.table.missing["resid_post"]
     assert "looking at the engine's model failed" in caplog.text
     assert not any(module._forward_hooks for module in model.modules())
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.quantity.anatomy.subjects import Example
-    from ferrohook.quantity.proofs.proved import Proved
+    from ferrohook.quantity.proofs.proved import Findings, Proved
 
 VERSION: Final = 1
 _COLUMNS: Final = ("quantity", "place", "shape", "write", "equation", "residual")
@@ -224,7 +224,11 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantities:
     """Looks at a model, and makes its table."""
-    findings = look_at(model, args, kwargs)
+    return table_of(model, look_at(model, args, kwargs))
+
+
+def table_of(model: nn.Module, findings: Findings) -> Quantities:
+    """Makes the table of what was found in a model."""
     found = [_quantity(each, findings.example) for each in findings.proved]
     named = {each.name: each for each in found}
     missing = {name: it for name, it in findings.missing.items() if f"{SIGN}{name}" not in named}
@@ -250,9 +254,12 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
 
 
 _WIDTHS = {
+    "k": "kv_heads * head_dim",
     "logits": "vocabulary",
     "mlp_act": "neurons",
+    "q": "heads * head_dim",
     "router": "experts",
+    "v": "kv_heads * head_dim",
     "z": "heads * head_dim",
 }
 

@@ -35,6 +35,8 @@ Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
+OBSERVED_IDS: Final = range(1, 1 + OBSERVED_ROWS)
+"""Their ids."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ import torch
 
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
-from ferrohook.engines.model.modules import OBSERVED_ROWS
+from ferrohook.engines.model.looks import HeadSizes, look_at
+from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
@@ -175,8 +175,8 @@ class SchedulerWorker(EngineWorker):
         return found
 
     def _run_alone(self) -> None:
-        """Runs a dummy request of `OBSERVED_ROWS` tokens, in one step."""
-        self._run([_request(range(1, 1 + OBSERVED_ROWS))])
+        """Runs a dummy request of `OBSERVED_IDS`, in one step."""
+        self._run([_request(OBSERVED_IDS)])
 
     @torch.no_grad()
     def _run(self, reqs: Iterable[Any]) -> None:

@@ -15,10 +15,12 @@ import numpy as np
 import psutil
 import safetensors.torch
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from ferrohook.engines.model.modules import OBSERVED_ROWS
+from ferrohook.engines.model.looks import HeadSizes, look_at
+from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.model.proofs import HeadSizes, look_at
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
@@ -33,8 +35,6 @@ from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
     from ferrohook.engines.planned import Result
 
@@ -54,6 +54,21 @@ def _heads_of(module: Any) -> HeadSizes | None:
         return None
     heads, kv_heads, head_dim = map(int, filter(None, sizes))
     return HeadSizes(heads, kv_heads, head_dim)
+
+
+def _attend(noise: torch.Generator, module: Any, args: Any, output: Any) -> None:
+    """Computes the attention of an observed forward, which leaves its output as the memory was.
+
+    Noise for what takes no q, k and v. Of ranks it is a shard, so it differs.
+    """
+    sizes = _heads_of(module)
+    taken = [each.flatten(1) for each in args[:3] if isinstance(each, Tensor)]
+    if sizes is None or [it.shape[1] for it in taken] != [*map(sizes.width, "qkv")]:
+        fill(output, noise)
+        return
+    q, k, v = (it.unflatten(1, (-1, sizes.head_dim)).transpose(0, 1) for it in taken)
+    z = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    output.copy_(z.transpose(0, 1).reshape(output.shape))
 
 
 @dataclasses.dataclass
@@ -150,7 +165,7 @@ class RunnerWorker(EngineWorker):
         """Runs dummy tokens without a KV cache, like vLLM's profiling run."""
         context = importlib.import_module("vllm.forward_context")
         device = self._runner.device
-        ids: Tensor | None = torch.arange(1, 1 + OBSERVED_ROWS, dtype=torch.int32, device=device)
+        ids: Tensor | None = torch.tensor(OBSERVED_IDS, dtype=torch.int32, device=device)
         embeds = None
         config = self._config.model_config
         if config.supports_multimodal_inputs or config.enable_prompt_embeds:
@@ -160,11 +175,10 @@ class RunnerWorker(EngineWorker):
             embeds = embeds.to(device, config.dtype)
             ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
         positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)
-        # Attention leaves its output as the memory was. Of ranks it is a shard, so it differs.
         layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
         noise = torch.Generator().manual_seed(0 if self._ranks is None else self._ranks.rank)
         hooks = [
-            module.register_forward_hook(lambda *call: fill(call[-1], noise), prepend=True)
+            module.register_forward_hook(functools.partial(_attend, noise), prepend=True)
             for module in model.modules()
             if isinstance(module, layers.AttentionLayerBase)
         ]

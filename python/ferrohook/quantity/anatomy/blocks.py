@@ -102,7 +102,7 @@ class Anatomist:
     def _values(self, block: Block, start: int, end: int) -> dict[int, int]:
         """Returns the values of the stream's size in a block, with the times of first use."""
         size = self.look.values[start].numel()
-        found: dict[int, int] = {}
+        found = {start: block.call.start}
         prefix = f"{block.path}."
         for each in self.look.sightings:
             own = each.site.path == block.path and each.value in {start, end}
@@ -143,7 +143,7 @@ class Anatomist:
                 yield (_ONE if len(step.terms) == 1 else _TWO), step
         for call in self.look.calls:
             if call.path.startswith(f"{block.path}.") and [*call.inputs.values()] == [state]:
-                (result, *others) = [*call.outputs.values()] or [state]
+                (result, *others) = [*call.made.values()] or [state]
                 if result in seen and result != state and not others and self.is_norm(call):
                     yield _NORM, StreamStep(state, result, (), (1.0,), call.path)
 
@@ -211,7 +211,10 @@ class Anatomist:
         (sighting,) = [
             each
             for each in self.look.sightings
-            if each.site.path == call.path and each.site.inputs and each.time == call.start
+            if each.site.path == call.path
+            and each.value == value
+            and each.site.inputs
+            and each.time == call.start
         ]
         x = self.look.values[value].view(sighting.shape)
         x = x * _exact_scale(x)

@@ -205,14 +205,12 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
     norms = (
         call
         for call in after
-        if [*call.inputs.values()] == [stream]
-        and len(call.outputs) == 1
-        and anatomist.is_norm(call)
+        if [*call.inputs.values()] == [stream] and len(call.made) == 1 and anatomist.is_norm(call)
     )
     norm = next(norms, None)
     site, value = None, stream
     if norm is not None:
-        ((part, value),) = norm.outputs.items()
+        ((part, value),) = norm.made.items()
         site = ObservedTensor.output(norm.path, part)
         site = site if site in look.sites else None
     root = next(call for call in look.calls if not call.path)

@@ -101,6 +101,12 @@ class ModuleCall(NamedTuple):
     """Values that it took, by part."""
     outputs: dict[Any, int]
 
+    @property
+    def made(self) -> dict[Any, int]:
+        """Outputs that it did not take: a fused norm returns the sum of its inputs as well."""
+        taken = {*self.inputs.values()}
+        return {part: value for part, value in self.outputs.items() if value not in taken}
+
 
 class Choice(NamedTuple):
     """Integers that a module takes, a row for each position: numbers of experts, say."""
@@ -139,6 +145,8 @@ class Look:
         self.sightings: list[Sighting] = []
         self.calls: list[ModuleCall] = []
         self.choices: list[Choice] = []
+        self.streams: Mapping[str, ObservedTensor] = {}
+        """Sites of the stream after modules that return what they add to it, by path."""
         self.written: dict[ObservedTensor, int] = {}
         """Values at sites after they were changed."""
         self._writes = writes or {}
@@ -155,7 +163,7 @@ class Look:
         self, path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._time += 1
-        tensors = {part: it for part, it in _inputs(args, kwargs) if self._kept(it)}
+        tensors = self._taken(args, kwargs)
         self._open.append((self._time, self._see(path, tensors, inputs=True)))
         chosen = filter(_is_choice, (*args, *kwargs.values()))
         self.choices += [Choice(path, self._time, each.cpu()) for each in chosen]
@@ -164,6 +172,10 @@ class Look:
             args = tuple(changed.get(_key(args, n), each) for n, each in enumerate(args))
             kwargs = {name: changed.get(_name(args, name), it) for name, it in kwargs.items()}
         return args, kwargs
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Tensor]:
+        """Returns the tensors among the arguments of a call, by part."""
+        return {part: it for part, it in _inputs(args, kwargs) if self._kept(it)}
 
     def _give(
         self, path: str, _module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any
@@ -214,6 +226,18 @@ class Look:
                 several.add(each.site)
             found[each.site] = each
         return {site: each for site, each in found.items() if site not in several}
+
+    def source(self, value: int, time: int) -> ObservedTensor | None:
+        """Returns the last output before a time that is a value."""
+        found = [
+            each.site
+            for each in self.sightings
+            if each.value == value
+            and each.time < time
+            and not each.site.inputs
+            and each.site in self.sites
+        ]
+        return found[-1] if found else None
 
     def tensor(self, site: ObservedTensor, *, after: bool = False) -> Tensor:
         """Returns the tensor at a site that was passed once, or what it was changed to."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferrohook.quantity.anatomy.observe import ObservedTensor
+from ferrohook.effects.formulas import SUM
+from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +60,8 @@ def _link(
     look: Look, call: ModuleCall, other: ModuleCall, calls: Sequence[ModuleCall]
 ) -> tuple[Any, Any] | None:
     """Returns the parts of an output and of an input that are one tensor."""
-    for out, value in call.outputs.items():
+    # Of a pair, the sum is the stream.
+    for out, value in sorted(call.outputs.items(), key=lambda it: it[0] != SUM):
         if look.values[value].numel() == 1:
             continue
         if _beside(look, value, other, calls):
@@ -100,16 +102,25 @@ def _chain(
     outs = [out for out, _ in links[: len(calls) - 1]]
     outs += [links[-1][0]] * (len(calls) - len(outs))
     parts = [links[0][1], *(part for _, part in links[: len(calls) - 1])]
-    blocks = []
+    if parts[0] not in first.inputs and (same := _same_shape(look, first)) is not None:
+        parts[0] = same[1]  # the first block takes the stream as one tensor
+    blocks: list[Block] = []
     for call, part, out in zip(calls, parts, outs, strict=True):
         if part not in call.inputs or out not in call.outputs:
             return []
-        blocks.append(
-            Block(
-                call, ObservedTensor.input(call.path, part), ObservedTensor.output(call.path, out)
-            )
-        )
+        after = look.streams.get(call.path, ObservedTensor.output(call.path, out))
+        blocks.append(Block(call, _before(look, call, part, blocks), after))
     return blocks
+
+
+def _before(look: Look, call: ModuleCall, part: Any, blocks: Sequence[Block]) -> ObservedTensor:
+    """Returns the site of the stream that a block takes: its input, or where it comes from."""
+    if blocks and blocks[-1].path in look.streams:
+        return blocks[-1].after
+    site = ObservedTensor.input(call.path, part)
+    if isinstance(part, Hidden):
+        return look.source(call.inputs[part], call.start) or site
+    return site
 
 
 def _same_shape(look: Look, call: ModuleCall) -> tuple[Any, Any] | None:

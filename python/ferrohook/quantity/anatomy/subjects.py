@@ -100,6 +100,8 @@ def through(model: nn.Module, path: str, tensor: Tensor) -> Tensor | None:
             returned: Any = module.forward(tensor.to(_device(module)))
     except Exception:  # noqa: BLE001 (a module that takes more fails as it likes)
         return None
+    if isinstance(returned, tuple) and returned[1:] == (None,):  # an engine's bias
+        returned = returned[0]
     return returned.detach().cpu() if isinstance(returned, Tensor) else None
 
 

@@ -106,7 +106,7 @@ class Tracer:
         """Norms of the stream, by what they return."""
         for call in self._calls:
             (*taken,) = call.inputs.values()
-            (*returned,) = call.outputs.values()
+            (*returned,) = call.made.values()
             one = len(taken) == len(returned) == 1 and taken[0] in states
             if one and returned[0] not in states and anatomist.is_norm(call):
                 self._norms.setdefault(returned[0], call)
@@ -205,7 +205,7 @@ class Tracer:
                     waiting.append(taken)
         if len(normed) == 1:
             call = self._norms[normed.pop()]
-            (part,) = call.outputs
+            (part,) = call.made
             (state,) = call.inputs.values()
             site = ObservedTensor.output(call.path, part)
             return Entry((site,), state, call.path) if site in self._look.sites else None
@@ -254,7 +254,7 @@ class Tracer:
             return None
         if taken in self._norms:
             norm = self._norms[taken]
-            (part,) = norm.outputs
+            (part,) = norm.made
             return Entry((ObservedTensor.output(norm.path, part),), step.source, norm.path)
         return Entry((ObservedTensor.input(takers[0].path, part),), step.source, None)
 

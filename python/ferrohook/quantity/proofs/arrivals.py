@@ -85,7 +85,11 @@ def _check_part(check: Checks, stack: BlockStack, part: BlockParts) -> None:
         names.append(f"{prefix}{title}_out.{index}")
         entry = each.entry
         if entry is not None and entry.state in states and each.contribution in part.moving:
-            check.enters(f"{prefix}{title}_in.{index}", states[entry.state], entry)
+            entered = [f"{prefix}{title}_in.{index}"]
+            # It has to see what is written to the sum between; others are read by what follows.
+            if states[entry.state] in part.results[:-1]:
+                entered.append(f"{prefix}resid_mid.{index}")
+            check.enters(entered, states[entry.state], entry)
         if each.last is not None:
             inner = {"attn": "z", "mlp": "mlp_act"}.get(str(title))
             check.projects(f"{prefix}{inner}.{index}", each)

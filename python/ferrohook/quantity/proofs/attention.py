@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Attachment
-from ferrohook.attach.attention import DIMENSIONS, POINTS, attended, attended_to, points_of
+from ferrohook.attach.attention import POINTS, attended, attended_to, points_of
 from ferrohook.attach.instrument import attach
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import differ, tolerance
-from ferrohook.quantity.anatomy.observe import noise, observing
+from ferrohook.quantity.anatomy.observe import ObservedTensor, noise, observing
+from ferrohook.quantity.proofs.proved import Proved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,31 +25,13 @@ if TYPE_CHECKING:
 EQUATION: Final = "softmax(q @ k, scaled and masked) @ v = pattern @ v = z"
 
 
-class Inside(NamedTuple):
-    """A quantity at a point of an attention module."""
-
-    point: str
-    """One of `POINTS`."""
-    shape: tuple[int, ...]
-    residual: float
-    """Largest difference of the equation's sides, relative to the largest element."""
-    writable: bool
-    """True if what is written there arrives as the equation says."""
-
-    @property
-    def dimensions(self) -> tuple[str, ...]:
-        """Names of the dimensions."""
-        return DIMENSIONS[self.point]
-
-
 class FoundHeads(NamedTuple):
     """What a look found inside one attention module."""
 
-    inside: tuple[Inside, ...]
+    inside: tuple[Proved, ...]
+    """By names of kinds, such as `q`."""
     missing: Mapping[str, str]
-    """Reasons of points that are not proved, by name."""
-    z: Tensor
-    """Of the look, flattened to (batch, tokens, heads * head_dim)."""
+    """Reasons of kinds that are not proved, by name."""
 
 
 def look_inside(subject: Subject) -> dict[str, FoundHeads]:
@@ -82,31 +65,41 @@ def look_inside(subject: Subject) -> dict[str, FoundHeads]:
     for name, (first, *others) in found.items():
         if others:
             reason = f"its module calls {len(others) + 1} attention functions in a forward"
-            heads[name] = FoundHeads((), dict.fromkeys(POINTS, reason), first.z.flatten(2))
+            heads[name] = FoundHeads((), dict.fromkeys(POINTS, reason))
         else:
             arrives = {point: name in written[point] for point in POINTS}
-            heads[name] = _proved(first, arrives)
+            heads[name] = _proved(name, first, arrives)
     return heads
 
 
-def _proved(attended: Attended, arrives: Mapping[str, bool]) -> FoundHeads:
+def _proved(path: str, attended: Attended, arrives: Mapping[str, bool]) -> FoundHeads:
     _, q, k, v, z, _ = attended
     tensors = {"q": q, "k": k, "v": v, "z": z}
-    flat = z.flatten(2)
     try:
         pattern = attended.pattern()
         residual = differ(z, attended_to(pattern, v))
     except (HookError, RuntimeError, TypeError, ValueError) as error:  # of the model's own function
         reason = f"its eager attention fails: {error}"
-        return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
+        return FoundHeads((), dict.fromkeys(POINTS, reason))
     if not residual <= tolerance(z, pattern):
         reason = f"pattern @ v = z fails by {residual:.1e}"
-        return FoundHeads((), dict.fromkeys(POINTS, reason), flat)
+        return FoundHeads((), dict.fromkeys(POINTS, reason))
     tensors["pattern"] = pattern
+    site = ObservedTensor.output(path, None)
     return FoundHeads(
-        tuple(Inside(name, tuple(tensors[name].shape), residual, arrives[name]) for name in POINTS),
+        tuple(
+            Proved(
+                point,
+                site,
+                tuple(tensors[point].shape),
+                EQUATION,
+                residual,
+                writable=arrives[point],
+                point=point,
+            )
+            for point in POINTS
+        ),
         {},
-        flat,
     )
 
 

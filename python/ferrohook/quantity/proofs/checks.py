@@ -66,12 +66,12 @@ class Checks:
         if state is None:
             self._fail(names)
 
-    def enters(self, name: str, state: ObservedTensor, entry: Entry) -> None:
+    def enters(self, names: list[str], state: ObservedTensor, entry: Entry) -> None:
         """Checks what a sublayer takes of the stream."""
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
             taken = through(self._model, entry.norm, taken)
-        self._compare([name], self._before(entry.sites[0]), taken)
+        self._compare(names, self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
         """Checks the last projection of a sublayer, and the norm behind it."""

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,7 +20,7 @@ from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.blocks import Anatomist
 from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import differ, fit, tolerance
-from ferrohook.quantity.anatomy.observe import ObservedTensor
+from ferrohook.quantity.anatomy.observe import Hidden
 from ferrohook.quantity.anatomy.parts import stacks_of
 from ferrohook.quantity.anatomy.subjects import (
     Subject,
@@ -30,7 +31,7 @@ from ferrohook.quantity.anatomy.subjects import (
 )
 from ferrohook.quantity.anatomy.sublayers import TITLES, Classifier
 from ferrohook.quantity.proofs.arrivals import Arrivals
-from ferrohook.quantity.proofs.attention import EQUATION, look_inside
+from ferrohook.quantity.proofs.attention import look_inside
 from ferrohook.quantity.proofs.own_sums import OwnSums
 from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.routers import (
@@ -43,13 +44,17 @@ from ferrohook.quantity.proofs.routers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
-    from ferrohook.quantity.anatomy.observe import Look
+    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.sublayers import BlockParts, BlockStack, Sublayer
     from ferrohook.quantity.proofs.attention import FoundHeads
     from ferrohook.quantity.proofs.routers import Routed
+
+_NO_ATTENTION: Final = "its attention goes through no function of transformers' AttentionInterface"
 
 
 def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Findings:
@@ -70,7 +75,22 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     first = plain.look()
     _check_same(model, first, plain.look())
     make_generic(generic.model)
-    return _ModelProver(generic, first, look_inside(generic)).findings()
+    return prove(generic, generic.look(), first, look_inside(generic), _NO_ATTENTION)
+
+
+def prove(
+    subject: Subject, look: Look, first: Look, heads: Mapping[str, FoundHeads], no_heads: str
+) -> Findings:
+    """Proves the quantities of a model by looks at it.
+
+    Args:
+        subject: the model that is looked at; of a copy, with uneven parameters.
+        look: at the subject.
+        first: at the model with its own parameters.
+        heads: what was found inside its attention modules, by path.
+        no_heads: reason of what is inside attention for a sublayer without such a module.
+    """
+    return _ModelProver(subject, look, first, heads, no_heads).findings()
 
 
 def _check_same(model: nn.Module, one: Look, other: Look) -> None:
@@ -90,26 +110,29 @@ def _check_same(model: nn.Module, one: Look, other: Look) -> None:
 
 def _where(site: ObservedTensor) -> str:
     phase = "input" if site.inputs else "output"
-    part = "" if site.part is None else f"[{site.part!r}]"
+    name = site.part.name if isinstance(site.part, Hidden) else site.part
+    part = "" if site.part is None else f"[{name!r}]"
     return f"the {phase}{part} of {site.path or 'the model'!r}"
 
 
 class _ModelProver:
-    """Proves the quantities of one model.
-
-    Args:
-        subject: a copy with uneven parameters.
-        first: a look at the model with its own parameters.
-        heads: what was found inside its attention modules, by path.
-    """
-
-    def __init__(self, subject: Subject, first: Look, heads: dict[str, FoundHeads]) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        look: Look,
+        first: Look,
+        heads: Mapping[str, FoundHeads],
+        no_heads: str,
+    ) -> None:
         self._subject = subject
+        self._look = look
         self._first = first
         self._heads = heads
-        self._look = subject.look()
+        self._no_heads = no_heads
         self._anatomist = Anatomist(subject.model, self._look)
         self._proved: list[Proved] = []
+        self._inside: list[Proved] = []
+        """Inside attention modules, where writes were tried already."""
         self._missing: dict[str, str] = {}
         self._sums = OwnSums(self._look, first)
         self._routed: dict[str, Routed] = {}
@@ -136,7 +159,7 @@ class _ModelProver:
             arrived = arrive(self._subject, self._routed)
             for each in self._proved:
                 each.writable |= each.name in arrived
-        return Findings(self._proved, self._missing, self._subject.example)
+        return Findings(self._proved + self._inside, self._missing, self._subject.example)
 
     def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix
@@ -264,7 +287,7 @@ class _ModelProver:
         paths = sorted(self._heads.keys() & each.inside)
         if len(paths) != 1:
             reason = (
-                "its attention goes through no function of transformers' AttentionInterface"
+                self._no_heads
                 if not paths
                 else f"{len(paths)} attention modules are in one sublayer"
             )
@@ -272,15 +295,12 @@ class _ModelProver:
                 self._missing.setdefault(f"{stack.prefix}{point}.{part.index}", reason)
             return False
         heads = self._heads[paths[0]]
-        site = ObservedTensor.output(paths[0], None)
         for it in heads.inside:
-            name = f"{stack.prefix}{it.point}.{part.index}"
-            self._proved.append(
-                Proved(name, site, it.shape, EQUATION, it.residual, 1.0, it.writable, it.point)
-            )
+            name = f"{stack.prefix}{it.name}.{part.index}"
+            self._inside.append(dataclasses.replace(it, name=name))
         for point, reason in heads.missing.items():
             self._missing[f"{stack.prefix}{point}.{part.index}"] = reason
-        return any(it.point == "z" for it in heads.inside)
+        return any(it.name == "z" for it in heads.inside)
 
     def _state_name(self, part: BlockParts, value: int) -> str:
         """Returns the equation of the stream in a block, as far as a value of it."""
@@ -295,6 +315,9 @@ class _ModelProver:
     ) -> None:
         if site not in self._first.sites:
             self._missing[name] = f"{_where(site)} was passed several times, or not at all"
+            return
+        if isinstance(site.part, Hidden):
+            self._missing[name] = f"no hook sees {_where(site)}, which is passed by keyword"
             return
         shape = self._first.sites[site].shape
         self._proved.append(Proved(name, site, shape, equation, residual, **more))
