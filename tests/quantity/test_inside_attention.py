@@ -39,8 +39,7 @@ def test_all_five_are_proved_readable_and_writable(kind: str) -> None:
         for each in heads.inside:
             assert each.writable, each.point
             assert each.residual < 1e-5
-            assert each.dimensions == DIMENSIONS[each.point]
-            sizes = dict(zip(each.dimensions, each.shape, strict=True))
+            sizes = dict(zip(DIMENSIONS[each.name], each.shape, strict=True))
             assert sizes["batch"] == 2
             assert sizes.get("tokens", sizes.get("queries")) == 7
             assert sizes.get("heads", 4) == 4
