@@ -213,7 +213,8 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         ((part, value),) = norm.made.items()
         site = ObservedTensor.output(norm.path, part)
         site = site if site in look.sites else None
-    root = next(call for call in look.calls if not call.path)
+    # An engine may call the model's forward itself.
+    outputs = next((call.outputs for call in look.calls if not call.path), {})
     modules: list[str] = []
     failures: list[float] = []
     for _ in range(_MOST_MODULES):
@@ -224,7 +225,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
             break
         (value,) = call.outputs.values()
         modules.append(call.path)
-        for part, returned in root.outputs.items():
+        for part, returned in outputs.items():
             logits = ObservedTensor.output("", part)
             if logits not in look.sites or not _by_position(look, logits, value, stream):
                 continue
