@@ -38,6 +38,11 @@ class Beginning(NamedTuple):
     """Paths of modules that the embedding passes, in order."""
 
     @property
+    def is_multiple(self) -> bool:
+        """True if the stream is a multiple of the embedding."""
+        return self.positions is None and not self.modules and not self.first
+
+    @property
     def text(self) -> str:
         """The equation."""
         text = "embed"

@@ -118,9 +118,15 @@ def _before(look: Look, call: ModuleCall, part: Any, blocks: Sequence[Block]) ->
     if blocks and blocks[-1].path in look.streams:
         return blocks[-1].after
     site = ObservedTensor.input(call.path, part)
-    if isinstance(part, Hidden):
-        return look.source(call.inputs[part], call.start) or site
-    return site
+    if is_seen(look, site):
+        return site
+    return look.source(call.inputs[part], call.start) or site
+
+
+def is_seen(look: Look, site: ObservedTensor) -> bool:
+    """Returns True if a hook may see a tensor as it is here."""
+    part_of_stream = site.inputs and site.path in look.streams
+    return not part_of_stream and not isinstance(site.part, Hidden)
 
 
 def _same_shape(look: Look, call: ModuleCall) -> tuple[Any, Any] | None:

@@ -22,6 +22,7 @@ from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import differ, fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden
 from ferrohook.quantity.anatomy.parts import stacks_of
+from ferrohook.quantity.anatomy.stacks import is_seen
 from ferrohook.quantity.anatomy.subjects import (
     Subject,
     example_of,
@@ -316,8 +317,8 @@ class _ModelProver:
         if site not in self._first.sites:
             self._missing[name] = f"{_where(site)} was passed several times, or not at all"
             return
-        if isinstance(site.part, Hidden):
-            self._missing[name] = f"no hook sees {_where(site)}, which is passed by keyword"
+        if not is_seen(self._look, site):
+            self._missing[name] = f"no hook sees {_where(site)}"
             return
         shape = self._first.sites[site].shape
         self._proved.append(Proved(name, site, shape, equation, residual, **more))
@@ -332,7 +333,11 @@ class _ModelProver:
             self._missing[name] = began
         else:
             stack.beginning = began
-            self._add(name, began.embed, began.text, multiplier=self._embed_factor(began, first))
+            factor = self._embed_factor(began, first)
+            self._add(name, began.embed, began.text, multiplier=factor)
+            if began.is_multiple and not is_seen(self._look, first.before):
+                name = f"{stack.prefix}resid_pre.{stack.parts[0].index}"
+                self._add(name, began.embed, began.text, multiplier=factor)
         if stack.prefix:
             return
         stream = self._look.sites[last.after].value
@@ -352,10 +357,8 @@ class _ModelProver:
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
         """Returns the factor of the embedding, with the model's own parameters."""
-        if began.positions is not None or began.modules or began.first:
-            return began.multiplier
         sites = self._first.sites
-        if began.embed not in sites or first.before not in sites:
+        if not began.is_multiple or began.embed not in sites or first.before not in sites:
             return began.multiplier
         total, term = self._first.tensor(first.before), self._first.tensor(began.embed)
         return fit(total, [term.view_as(total)]).multipliers[0]
