@@ -169,6 +169,15 @@ def test_a_model_written_by_hand() -> None:
     assert torch.equal(before["@mlp_in.1"], model.h[1].ln_2(residual(model)))
 
 
+@pytest.mark.parametrize("function", [nn.Tanh, nn.Hardtanh])
+def test_a_function_that_saturates_is_no_norm(function: type[nn.Module]) -> None:
+    model = uneven(NanoGPT())
+    model.ln_f = function()
+    table = fh.quantities(model, IDS[:1, :2])  # few elements, of which none is near zero
+    assert table.missing["final_norm"] == "no norm takes what the last block returns"
+    assert table["@logits"].equation == "head(ln_f(resid_post)) = logits"
+
+
 def residual(model: NanoGPT) -> Tensor:
     with torch.no_grad():
         x = model.wte(IDS) + model.wpe(torch.arange(IDS.shape[1]))

@@ -183,7 +183,7 @@ class Anatomist:
         """Returns True if a module divides its input by its size, and leaves channels apart.
 
         The output does not change with the size of the input; where two channels are exchanged,
-        it changes in these two alone.
+        it changes in these two alone; where one is enlarged, it changes in the others too.
         """
         known = self._norms.get(call.path)
         if known is None:
@@ -218,15 +218,20 @@ class Anatomist:
         ]
         x = self.look.values[value].view(sighting.shape)
         x = x * _exact_scale(x)
-        swapped = x.clone()
+        swapped, larger = x.clone(), x.clone()
         swapped[..., :2] = x[..., :2].flip(-1)
-        returned = [through(self._model, call.path, each) for each in (x, x * 4, swapped)]
-        small, large, other = returned
-        if small is None or large is None or other is None or small.shape != x.shape:
+        larger[..., 0] = x.norm(dim=-1)
+        tried = (x, x * 4, swapped, larger)
+        small, large, other, divided = (through(self._model, call.path, each) for each in tried)
+        if small is None or large is None or other is None or divided is None:
+            return False
+        if small.shape != x.shape:
             return False
         same_size = _close(small, large) and not _close(small, x)
         apart = _close(small[..., 2:], other[..., 2:])
-        return same_size and apart and not _close(small[..., :2], other[..., :2])
+        # A function of each element is not, however large they are: tanh, for example.
+        by_size = not _close(small[..., 2:], divided[..., 2:])
+        return same_size and apart and by_size and not _close(small[..., :2], other[..., :2])
 
 
 def _exact_scale(x: Tensor) -> float:
