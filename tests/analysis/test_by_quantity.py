@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook import analysis
@@ -141,6 +141,106 @@ def test_parts_behind_norms_sum_up_to_the_logit() -> None:
         analysis.direct_logit_attribution(model, ids, difference, over="head", heads=HEADS)
 
 
+class Mixer(nn.Conv1d):
+    """Convolution over positions."""
+
+    def forward(self, taken: Tensor) -> Tensor:
+        return super().forward(taken.transpose(1, 2)).transpose(1, 2)
+
+
+class ScaledBlock(nn.Module):
+    """Block that multiplies the stream before each sum, or normalises it behind the last."""
+
+    def __init__(self, factors: tuple[float, float], norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.factors, self.norm = factors, norm(WIDTH)
+        self.mix = nn.Sequential(nn.LayerNorm(WIDTH), Mixer(WIDTH, WIDTH, 3, padding=1))
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = self.factors[0] * stream + self.mix(stream)
+        normed: Tensor = self.norm(self.factors[1] * stream + self.mlp(stream))
+        return normed
+
+
+class Scaled(nn.Module):
+    """Model of three such blocks, with different factors."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        factors = [(0.5, 0.7), (1.5, 0.4), (0.8, 1.25)]
+        self.blocks = nn.ModuleList(ScaledBlock(each, norm) for each in factors)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        stream = self.embed(input_ids)
+        for block in self.blocks:
+            stream = block(stream)
+        logits: Tensor = self.head(self.norm(stream))
+        return logits
+
+
+def scaled(norm: type[nn.Module]) -> tuple[Scaled, Tensor]:
+    torch.manual_seed(0)
+    model = Scaled(norm).eval()
+    ids = torch.randint(WORDS, (2, POSITIONS))
+    fh.quantities(model, ids)
+    return model, ids
+
+
+@pytest.mark.parametrize("over", [(), ("position",)])
+def test_the_multipliers_that_the_stream_passes_are_in_the_attribution(over: Any) -> None:
+    model, ids = scaled(nn.Identity)
+    parts = ["@embed", "@mixer_out.*", "@mlp_out.*"]
+    found = analysis.direct_logit_attribution(model, ids, difference, parts, over=over)
+    table = fh.quantities(model)
+    left = {"@embed": 1.0}
+    for number, block in enumerate(model.blocks):
+        for name, factor in zip(("mixer_out", "mlp_out"), block.factors, strict=True):
+            left = {each: it * factor for each, it in left.items()}
+            left[f"@{name}.{number}"] = 1.0
+    assert {name: table[name].stream_factor for name in found.names} == pytest.approx(left)
+    with torch.no_grad(), fh.capture(model, [*parts, "@resid_post.2"]) as acts:
+        model(ids)
+        stream = acts["@resid_post.2"]
+        size = (stream.square().mean(-1, keepdim=True) + torch.finfo(stream.dtype).eps).sqrt()
+        weight = model.head.weight[3] - model.head.weight[5]
+        for name, factor in left.items():
+            expected = (factor * acts[name] / size * model.norm.weight)[:, -1] @ weight
+            own = found[name] if not over else found[name][-1]
+            close(own.float(), expected.mean(), msg=name)
+    assert found.scores["rest"] == pytest.approx(0.0, abs=1e-5 * float(found.values.abs().sum()))
+
+
+def test_the_equation_shown_is_the_one_that_holds() -> None:
+    model, ids = scaled(nn.Identity)
+    names = ["resid_pre", "mixer_out", "mlp_out", "resid_mid", "resid_post"]
+    for number in range(3):
+        with torch.no_grad(), fh.capture(model, [f"@{name}.{number}" for name in names]) as acts:
+            model(ids)
+            values = {name: acts[f"@{name}.{number}"] for name in names}
+        for name in names:
+            left, _, right = fh.quantities(model)[f"@{name}.{number}"].equation.partition(" = ")
+            close(eval(left, {}, values), values[right])  # noqa: S307 (the text under test)
+
+
+def test_what_passes_a_norm_in_the_stream_is_not_attributed() -> None:
+    model, ids = scaled(nn.LayerNorm)
+    with pytest.raises(fh.HookTypeError, match=r"'@mixer_out\.0' is no term of the stream"):
+        analysis.direct_logit_attribution(model, ids, difference, "@mixer_out.*")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(hidden_size=WIDTH, n_layer=2, n_head=HEADS, vocab_size=WORDS)
+    bloom = transformers.BloomForCausalLM(config).eval()
+    found = analysis.direct_logit_attribution(bloom, ids, difference)
+    # Its embedding passes a norm.
+    assert found.names[0] == "@resid_pre.0"
+    assert found.scores["rest"] == pytest.approx(0.0, abs=1e-5 * float(found.values.abs().sum()))
+    with pytest.raises(fh.HookTypeError, match="'@embed' is no term of the stream"):
+        analysis.direct_logit_attribution(bloom, ids, difference, "@embed")
+
+
 def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
     _, case = named
     with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read and not written"):
@@ -149,7 +249,7 @@ def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
         )
     with pytest.raises(fh.SelectionError, match=r"@resid_post\.9 is not proved"):
         analysis.ablation(case.model, case.clean, case.metric, "@resid_post.9")
-    with pytest.raises(fh.HookTypeError, match="'@logits' has the shape"):
+    with pytest.raises(fh.HookTypeError, match="'@logits' is no term of the stream"):
         analysis.direct_logit_attribution(case.model, case.clean, case.metric, "@logits")
 
 

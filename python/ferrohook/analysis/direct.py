@@ -13,6 +13,7 @@ from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
 from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.quantity import quantities
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ferrohook.names.select import Selector
     from ferrohook.util.arguments import OutputIndex
 
-PARTS: Final = ("@embed", "@attn_out.*", "@mlp_out.*")
-"""Parts of the residual stream."""
 _Z: Final = re.compile(r"(@|\.)z\.")
 
 
@@ -51,14 +50,17 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     head itself where no cap follows it. `scores["rest"]` is the part of the metric that no
     place gives: biases, and places of the stream that were not selected.
 
+    A quantity is taken with the multipliers that the stream passes in later blocks.
+
     Args:
         model: any module; call `eval()` before.
         batch: keyword arguments of the model, a tuple of positional ones, or the only one.
         metric: maps the model's output to a logit or a difference of logits, or to one for each
             text, which are averaged; differentiably.
-        what: places that are added to the stream: quantities and modules, see `register`. None
-            for the embedding, attentions and MLPs. Over heads: `"@z.*"`, which is the default, or
-            the projections after the attentions.
+        what: places that are added to the stream: quantities, and modules whose outputs are added
+            without multipliers, see `register`. None for the embedding (`@resid_pre.0` where it
+            passes a norm or a projection first), attentions and MLPs. Over heads: `"@z.*"`, which
+            is the default, or the projections after the attentions.
         norm: the norm before the head, a quantity or a module.
         over: split each place by "position", "head" or both; `()` for neither.
         output_index: part of the places' outputs, see `capture`; None for the first tensor.
@@ -70,7 +72,8 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
 
     Raises:
         SelectionError: `what` or `norm` matches nothing.
-        HookTypeError: an argument has the wrong type, or a place has not the shape of the stream.
+        HookTypeError: an argument has the wrong type, or a place has not the shape of the stream,
+            or is a quantity that is no term of it.
         HookError: `norm` is neither a layer norm nor an RMS norm, a place is not linear in its
             heads, a module runs more or less than once, or the metric has no gradient.
         ValueError: `batch_size` is less than 1.
@@ -85,7 +88,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     if "head" in dimensions:
         projected, targets = _projections(model, what or "@z.*", heads, output_index)
     else:
-        targets = Targets(model, what or PARTS, output_index=output_index)
+        targets = Targets(model, what or _parts(model), output_index=output_index)
     path = _path(Targets(model, norm), norm)
     batches = call.batches(batch_size)
     names: list[str] = []
@@ -122,6 +125,7 @@ def _attributed(
     Returns:
         The names of the places, their attributions by position (and head), and the metric.
     """
+    factors = _factors(targets)
     parts, _ = targets.read(call, cloned)
     name, path = norm
     (stream,) = Targets(targets.model, path, inputs=True).read(call, cloned)[0].values()
@@ -139,7 +143,7 @@ def _attributed(
                 f"{tuple(stream.shape)}: attribution takes what is added to the stream"
             )
             raise HookTypeError(msg) from None
-        return (linear(added) * gradient.double()).sum((0, -1))
+        return factors[name] * (linear(added) * gradient.double()).sum((0, -1))
 
     if projected is None:
         values = torch.stack([given(name, part) for name, part in parts.items()])
@@ -150,6 +154,30 @@ def _attributed(
         ]
         values = torch.stack(by_head, dim=-1)  # places, positions, heads
     return [*parts], values, value
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Returns the parts of a model's residual stream."""
+    embedded = quantities(model)["embed"].stream_factor is not None
+    return ["@embed" if embedded else "@resid_pre.0", "@attn_out.*", "@mlp_out.*"]
+
+
+def _factors(targets: Targets) -> dict[str, float]:
+    """Returns the factors of places in the stream that the last norm takes.
+
+    Raises:
+        HookTypeError: one is no term of it.
+    """
+    factors = {}
+    for name, place in targets.places.items():
+        if place.stream_factor is None:
+            msg = (
+                f"{name!r} is no term of the stream behind the last block, or passes a norm on the "
+                "way there: attribution takes what is added to that stream"
+            )
+            raise HookTypeError(msg)
+        factors[name] = place.stream_factor
+    return factors
 
 
 def _path(norm: Targets, name: str) -> str:

@@ -50,6 +50,8 @@ class Place(NamedTuple):
     """Shape of a quantity in the observed call, where widths hold for any call."""
     head: Head | None = None
     """Head that is meant of a tensor that has them all."""
+    stream_factor: float | None = 1.0
+    """Factor of what is added here in the stream behind the last block; None if it is no term."""
 
     @property
     def by_keyword(self) -> bool:

@@ -101,6 +101,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.writable,
         None if point == "pattern" else quantity.shape,  # it has that of the call
         resolved.head,
+        quantity.stream_factor,
     )
 
 

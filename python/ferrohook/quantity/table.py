@@ -52,6 +52,9 @@ class Quantity:
     equation: str
     residual: float
     """Largest difference of the equation's sides, relative to the largest element."""
+    stream_factor: float | None = None
+    """Factor of the quantity in the stream behind the last block, where the stream is multiplied on
+    the way; None if it is no term of that stream, or passes a norm before."""
 
     @property
     def place(self) -> str:
@@ -248,6 +251,7 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
         shape=proved.shape,
         dimensions=_dimensions(proved, example),
         writable=proved.writable,
+        stream_factor=proved.stream_factor,
         equation=proved.equation,
         residual=proved.residual,
     )

@@ -38,9 +38,14 @@ class Beginning(NamedTuple):
     """Paths of modules that the embedding passes, in order."""
 
     @property
+    def is_term(self) -> bool:
+        """True if the stream is the embedding by a factor, and positions."""
+        return not self.modules and not self.first
+
+    @property
     def is_multiple(self) -> bool:
         """True if the stream is a multiple of the embedding."""
-        return self.positions is None and not self.modules and not self.first
+        return self.is_term and self.positions is None
 
     @property
     def text(self) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ferrohook.quantity.anatomy.equations import fit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
@@ -44,6 +46,29 @@ class OwnSums:
         """Returns the multiplier of a contribution to a block whose sums hold."""
         found = self._multipliers(part, each.step)
         return 1.0 if isinstance(found, str) else found[0][1 + each.term]
+
+    def stream_factors(self, parts: Sequence[BlockParts]) -> dict[ObservedTensor, float]:
+        """Returns the factors that tensors of a stack have in the stream behind its last block.
+
+        Left out is what comes before a norm of the stream, or before a block without sums.
+        """
+        found: dict[ObservedTensor, float] = {}
+        factor, state = 1.0, parts[-1].steps[-1].result
+        for part in reversed(parts):
+            if part.steps[-1].result != state:
+                break
+            for number in reversed(range(len(part.steps))):
+                step, site = part.steps[number], part.results[number]
+                if site is not None:
+                    found[site] = factor
+                multipliers = self._multipliers(part, number) if step.terms else "a norm"
+                if isinstance(multipliers, str):
+                    return found
+                found |= {it.contribution: factor for it in part.sublayers if it.step == number}
+                factor *= multipliers[0][0]
+            found[part.block.before] = factor
+            state = part.steps[0].source
+        return found
 
     def _multipliers(self, part: BlockParts, number: int) -> tuple[tuple[float, ...], float] | str:
         """Returns the multipliers of a step, solved for, and the residual; the reason if none."""

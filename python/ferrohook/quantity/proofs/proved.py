@@ -24,6 +24,8 @@ class Proved:
     writable: bool = False
     point: str | None = None
     """Point inside the attention module at the site, see `ferrohook.attach.attention`."""
+    stream_factor: float | None = None
+    """Factor of the quantity in the stream behind the last block; None if it is no term of it."""
 
 
 @dataclasses.dataclass

@@ -340,6 +340,12 @@ class _ModelProver:
                 self._add(name, began.embed, began.text, multiplier=factor)
         if stack.prefix:
             return
+        factors = self._sums.stream_factors(stack.parts)
+        if not isinstance(began, str) and began.is_term and first.before in factors:
+            factors[began.embed] = factors[first.before]
+        for each in self._proved:
+            if each.point is None:
+                each.stream_factor = factors.get(each.site)
         stream = self._look.sites[last.after].value
         stack.ending = ended = ending(self._anatomist, stream, last.call.end)
         if ended.norm is None:
