@@ -100,3 +100,14 @@ def wrong_plans(
         except AssertionError as error:
             wrong[name] = str(error)
     return wrong
+
+
+ABSENT = {"logits", "pattern", "router"}
+"""Kinds of quantities that engines do not have: their fused experts take logits alone."""
+
+
+def differing(model: Any, table: Mapping[str, fh.Quantity]) -> set[str]:
+    """Returns the kinds of the quantities that only one has, transformers or an engine."""
+    example = torch.tensor([*PROMPTS[:1], *PROMPTS[:1]])
+    own = fh.quantities(model, input_ids=example)
+    return {name.removeprefix("@").partition(".")[0] for name in own.keys() ^ table.keys()}

@@ -11,7 +11,7 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
 import ferrohook as fh
 from ferrohook.engines import sglang
-from support.quantity_plans import HEAD, WIDTH, wrong_plans
+from support.quantity_plans import ABSENT, HEAD, WIDTH, differing, wrong_plans
 from support.serving import LAYERS
 from support.sglang_engine import request, serve_plans
 
@@ -71,6 +71,11 @@ def test_the_table_comes_with_its_proofs(local: Local) -> None:
             assert quantity.writable
             assert quantity.residual < 1e-5
     assert named.heads["@q.0"] == (2, HEAD)
+
+
+def test_the_engine_has_what_transformers_has(llama: Any, local: Local) -> None:
+    table = local.worker.loaded_model().modules.named.table
+    assert differing(llama[1], table) <= ABSENT
 
 
 def test_a_worker_whose_quantities_are_of_other_rows_serves_no_plans(

@@ -15,7 +15,17 @@ import ferrohook as fh
 from ferrohook.engines import vllm
 from ferrohook.engines.vllm.plugin import connect
 from support import serving
-from support.quantity_plans import HEAD, NEW, PROMPTS, WIDTH, alone, check, wrong_plans
+from support.quantity_plans import (
+    ABSENT,
+    HEAD,
+    NEW,
+    PROMPTS,
+    WIDTH,
+    alone,
+    check,
+    differing,
+    wrong_plans,
+)
 from support.vllm_engine import sampling, start, start_compiled, stop
 
 if TYPE_CHECKING:
@@ -97,6 +107,11 @@ def test_the_table_comes_with_its_proofs(engine: Any) -> None:
             assert quantity.writable
             assert quantity.residual < 1e-5
     assert named.heads["@q.0"] == (2, HEAD)
+
+
+def test_the_engine_has_what_transformers_has(engine: Any) -> None:
+    llm, model = engine
+    assert differing(model, connect(llm).modules.named.table) <= ABSENT
 
 
 def test_a_compiled_engine_serves_those_at_its_sites(tmp_path: Path) -> None:
