@@ -29,6 +29,10 @@ MODELS = """
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.LSTM(3, 4))
 
+    def huge():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(2, 3))
+
     class Silent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,6 +137,10 @@ def test_a_tree_with_an_input_shows_shapes_and_parameters(
         "├── 1 ReLU (4, 3)",
         "└── 2 LSTM (1, 4), (4, 4), 144 parameters",
     ]
+
+
+def test_a_tree_of_a_model_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "tree", "cli_nets:huge") == ["Sequential", "└── 0 Linear"]
 
 
 def test_a_tree_has_no_shape_of_a_module_that_never_ran(

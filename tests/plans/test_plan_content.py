@@ -7,6 +7,9 @@ import itertools
 import json
 import pickle
 import random
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -235,3 +238,20 @@ def test_a_damaged_pickle_is_refused_as_it_is_read(
     assert copy.deepcopy(plan) == plan
     with pytest.raises(error):
         pickle.loads(pickled.replace(part, other))
+
+
+def test_prepared_plans_that_are_alive_at_exit_say_nothing() -> None:
+    code = """
+    import torch
+    from torch import nn
+    import ferrohook as fh
+    from ferrohook.plans.prepared_plans import PreparedPlans
+
+    plans = PreparedPlans(nn.Sequential(nn.Linear(4, 4)))
+    for number in range(3):
+        plans.prepare(fh.Plan(fh.on("0", fh.Add(torch.full((4,), float(number))))))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert not ended.stderr

@@ -46,11 +46,11 @@ def load(options: argparse.Namespace) -> nn.Module:
         sys.path.insert(0, "")
     model, path = options.model, Path(options.model)
     if path.is_dir():
-        return _from_transformers(path).to(options.device)
+        return _on(options.device, _from_transformers(path))
     if path.is_file():
-        return _from_file(path, trust=options.trust).to(options.device)
+        return _on(options.device, _from_file(path, trust=options.trust))
     if ":" in model:
-        return _from_module(model).to(options.device)
+        return _on(options.device, _from_module(model))
     msg = f"{model!r} is neither module:factory nor a file or folder that exists"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         msg += (
@@ -58,6 +58,11 @@ def load(options: argparse.Namespace) -> nn.Module:
             "--local-dir FOLDER) and pass the folder"
         )
     raise UserError(msg)
+
+
+def _on(device: str, model: nn.Module) -> nn.Module:
+    """Moves a model to a device; one without data, on `meta`, stays there: it can be shown."""
+    return model if any(each.is_meta for each in model.parameters()) else model.to(device)
 
 
 def _from_module(model: str) -> nn.Module:

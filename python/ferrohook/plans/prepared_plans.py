@@ -87,6 +87,7 @@ class PreparedPlans:
         Raises:
             HookError: see `prepare`.
         """
+        key = _Hashed(key)
         with self._lock:
             self._open_plans()
             former = self._alive.get(key)
@@ -130,3 +131,21 @@ class PreparedPlans:
         with self._lock:
             dropped, self._kept = self._kept, None
         del dropped  # closed after the lock is released
+
+
+class _Hashed:
+    """A key whose hash is computed once.
+
+    A dead plan is removed by its key, also while the interpreter ends and the functions that hash
+    interventions are gone.
+    """
+
+    def __init__(self, key: Hashable) -> None:
+        self._key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and self._key == other._key
