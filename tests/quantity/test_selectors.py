@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import weakref
 from typing import Any
 
@@ -148,6 +149,36 @@ def test_a_table_is_kept_until_the_modules_change_and_goes_with_the_model(models
     del model
     gc.collect()
     assert reference() is None
+
+
+class Factors(nn.Module):
+    """Block whose multipliers are numbers of its own and of a configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.factor = config, 0.5
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.factor * self.config.factor * self.mlp(x)
+
+
+def test_a_changed_multiplier_drops_the_table_and_a_call_or_dtype_does_not() -> None:
+    config = types.SimpleNamespace(factor=0.8)
+    model, x = nn.Sequential(Factors(config), Factors(config)), torch.randn(2, 3, 8)
+    table = fh.quantities(model, x)
+    assert table["@mlp_out.1"].multiplier == pytest.approx(0.4)
+    model(x)
+    assert fh.quantities(model.half().float()) is table
+    for owner, factor in ((config, 0.2), (model[1], 0.25)):
+        owner.factor = factor
+        with pytest.raises(fh.HookError, match="an example is needed"):
+            fh.quantities(model)
+        found = fh.quantities(model, x)["@mlp_out.1"].multiplier
+        assert found == pytest.approx(model[1].factor * config.factor)
+    del model[1].factor
+    with pytest.raises(fh.HookError, match="an example is needed"):
+        fh.quantities(model)
 
 
 @pytest.mark.parametrize(

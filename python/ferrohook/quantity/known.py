@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import ModuleTree
@@ -11,6 +12,8 @@ from ferrohook.util.arguments import expect_module
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from ferrohook.names.places import Head
@@ -36,9 +39,50 @@ class Known:
 
     def __init__(self, model: nn.Module, table: Quantities) -> None:
         self.table = table
-        self.tree = ModuleTree([*model.modules()])
+        self._tree = ModuleTree([*model.modules()])
+        self._numbers = [*_numbers_in(model)]
         self.resolved: dict[str, list[Resolved]] = {}
         """Names and globs that were resolved before."""
+
+    def holds(self) -> bool:
+        """Returns True if the model has the modules and the numbers that it had."""
+        return self._tree.holds() and all(map(_unchanged, self._numbers))
+
+
+class _Numbers(NamedTuple):
+    """Numbers of a module, and of its configuration."""
+
+    module: weakref.ref[nn.Module]
+    read: attrgetter[Any]
+    values: Any
+
+
+def _numbers_in(model: nn.Module) -> Iterator[_Numbers]:
+    """Yields the numbers that a forward may multiply by: those of modules that torch has not."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        own = not type(module).__module__.startswith("torch.")
+        names = _floats(module) if own else []
+        config = vars(module).get("config")
+        if id(config) not in configs:
+            configs[id(config)] = config
+            names += [f"config.{each}" for each in _floats(config)]
+        if names:
+            read = attrgetter(*names)
+            yield _Numbers(weakref.ref(module), read, read(module))
+
+
+def _floats(owner: object) -> list[str]:
+    content = getattr(owner, "__dict__", {})
+    return [name for name, value in content.items() if type(value) is float and value == value]  # noqa: PLR0124 (NaN equals nothing)
+
+
+def _unchanged(numbers: _Numbers) -> bool:
+    module = numbers.module()
+    try:
+        return module is not None and bool(numbers.read(module) == numbers.values)
+    except AttributeError:
+        return False
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
@@ -49,7 +93,8 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
 
     The model is looked at once: a copy that shares its parameters runs a few short forwards, in
     eval mode and without gradients, so nothing about the model or its hooks changes. The table is
-    kept with the model until its modules change. Selectors that name a quantity (`@resid_post.12`)
+    kept with the model until its modules change, or a number (a float) of one or of its
+    configuration. Selectors that name a quantity (`@resid_post.12`)
     look at the model themselves; this function shows what they find, and takes an example for
     models that have no `input_ids`.
 
@@ -81,9 +126,9 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
 
 
 def known_of(model: nn.Module) -> Known:
-    """Returns what is known of a model; looks at it if that is nothing, or its modules changed."""
+    """Returns what is known of a model; looks at it if that is nothing, or no longer holds."""
     known = _KNOWN.get(model)
-    if known is None or not known.tree.holds():
+    if known is None or not known.holds():
         known = _KNOWN[model] = Known(model, looked_at(model, (), {}))
     return known
 
