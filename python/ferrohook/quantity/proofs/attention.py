@@ -17,7 +17,7 @@ from ferrohook.quantity.anatomy.observe import ObservedTensor, noise, observing
 from ferrohook.quantity.proofs.proved import Proved
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ferrohook.attach.attention import Attended
     from ferrohook.quantity.anatomy.subjects import Subject
@@ -38,7 +38,7 @@ def look_inside(subject: Subject) -> dict[str, FoundHeads]:
     """Proves the quantities inside the attention modules of a model.
 
     The model's own eager attention, whatever function it runs by, says what the pattern of q and k
-    is; it is theirs if it gives z, together with v. Then each is written to in a call of its own.
+    is; it is theirs if it gives z, together with v. Then they are written to.
 
     What attends to other things than tokens, to the blocks before say, has the tokens in the place
     of heads, and is left out.
@@ -60,7 +60,7 @@ def look_inside(subject: Subject) -> dict[str, FoundHeads]:
         if name is not None and not each.q.shape[1] != tokens == each.q.shape[2]:
             found.setdefault(name, []).append(each)
     once = {name: each[0] for name, each in found.items() if len(each) == 1}
-    written = {point: _arrivals(once, subject, point) if once else {} for point in POINTS}
+    written = _written(once, subject)
     heads = {}
     for name, (first, *others) in found.items():
         if others:
@@ -106,9 +106,26 @@ def _proved(path: str, attended: Attended, arrives: Mapping[str, bool]) -> Found
 # --- Writing ----------------------------------------------------------------------------------
 
 
-def _arrivals(modules: Mapping[str, Attended], subject: Subject, point: str) -> set[str]:
-    """Returns the names of modules in which what is written to a point arrives as it should."""
-    written: dict[str, Tensor] = {}
+def _written(modules: Mapping[str, Attended], subject: Subject) -> dict[str, set[str]]:
+    """Returns the names of modules in which what is written arrives as it should, by point.
+
+    To the pattern in a call of its own; to the others in one, and in one of its own to each that
+    does not arrive in all modules.
+    """
+    if not modules:
+        return {point: set() for point in POINTS}
+    found = _arrivals(modules, subject, [point for point in POINTS if point != "pattern"])
+    for point in POINTS:
+        if found.get(point, set()) != {*modules}:
+            found[point] = found.get(point, set()) | _arrivals(modules, subject, [point])[point]
+    return found
+
+
+def _arrivals(
+    modules: Mapping[str, Attended], subject: Subject, points: Sequence[str]
+) -> dict[str, set[str]]:
+    """Writes to points of modules in one call; returns the names of those where it arrives."""
+    written: dict[tuple[str, str], Tensor] = {}
     taken: dict[str, list[Tensor]] = {name: [] for name in modules}
 
     def see(path: str, _module: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -116,26 +133,33 @@ def _arrivals(modules: Mapping[str, Attended], subject: Subject, point: str) -> 
             if path.startswith(f"{name}.") and args and isinstance(args[0], Tensor):
                 taken[name] += [args[0]] if args[0].numel() == each.z.numel() else []
 
-    points = {name: getattr(points_of(each.module), point) for name, each in modules.items()}
+    hooked = {
+        (name, point): getattr(points_of(each.module), point)
+        for name, each in modules.items()
+        for point in points
+    }
     attachment = Attachment()
-    attach(points, attachment)
+    attach({".".join(key): each for key, each in hooked.items()}, attachment)
     try:
-        for name, each in points.items():
-            change = functools.partial(_change, written, name)
-            attachment.register([each], "forward", change, names=[name])
+        for key, each in hooked.items():
+            change = functools.partial(_change, written, key)
+            attachment.register([each], "forward", change, names=[".".join(key)])
         with observing(subject.model, see), attended() as calls:
             subject.forward()
     except HookError:  # the model fails where it is written to
-        return set()
+        written.clear()
     finally:
         attachment.release()
     after = {id(each.module): each for each in calls}
     return {
-        name
-        for name, each in modules.items()
-        if name in written
-        and (now := after.get(id(each.module))) is not None
-        and _arrived(point, written[name], now, taken[name])
+        point: {
+            name
+            for name, each in modules.items()
+            if (name, point) in written
+            and (now := after.get(id(each.module))) is not None
+            and _arrived(point, written[name, point], now, taken[name])
+        }
+        for point in points
     }
 
 
@@ -153,7 +177,13 @@ def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) ->
     return differ(now.z, attended_to(pattern, now.v)) <= tolerance(now.z, pattern)
 
 
-def _change(written: dict[str, Tensor], name: str, _point: nn.Module, _args: Any, x: Tensor) -> Any:
+def _change(
+    written: dict[tuple[str, str], Tensor],
+    key: tuple[str, str],
+    _point: nn.Module,
+    _args: Any,
+    x: Tensor,
+) -> Any:
     """Adds noise to a tensor, and keeps the sum."""
-    written[name] = changed = noise(0.5)(x)
+    written[key] = changed = noise(0.5)(x)
     return changed
