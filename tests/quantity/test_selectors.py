@@ -188,6 +188,12 @@ def test_a_changed_multiplier_drops_the_table_and_a_call_or_dtype_does_not() -> 
         ("@nothing", "@nothing is not proved in LlamaForCausalLM"),
         ("resid_post.1", r"the quantity of this name is '@resid_post\.1'"),
         ("h.1.hook_mlp_out", r"the quantity of this name is '@mlp_out\.1'"),
+        ("hook_rot_k", r"the quantity of this name is '@k\.\*'"),
+        ("blocks.1.attn.hook_q", r"'@q\.1' is after RoPE"),
+        ("blocks.1.attn.hook_k", r"'@k\.1' is after RoPE"),
+        ("blocks.*.hook_mlp_in", r"'@mlp_in\.\*' is after the norm"),
+        ("blocks.1.hook_attn_in", r"'@attn_in\.1' is after the norm"),
+        ("blocks.1.attn.hook_router", "the (closest|first) names in it are"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(models: Any, what: str, message: str) -> None:

@@ -309,8 +309,8 @@ def _no_match_message(tree: _Tree, what: object) -> str:
         return f"{msg}: it has no submodules"
     if isinstance(what, str) and (deeper := _deeper_glob(tree, what)):
         return f"{msg}; {deeper!r} does"
-    if isinstance(what, str) and (quantity := suggested(what)) is not None:
-        return f"{msg}; the quantity of this name is {quantity!r}"
+    if isinstance(what, str) and (suggestion := suggested(what)) is not None:
+        return f"{msg}; {suggestion}"
     names = list(dict.fromkeys(names))
     closest = closest_to(unknown, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))

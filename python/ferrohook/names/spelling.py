@@ -55,6 +55,21 @@ or after the norm's weight, by the kind of the norm.
 _LENS_BLOCK: Final = re.compile(r"blocks\.(\d+|\*|\[[^\]]*\])\.(.+)")
 
 
+_DIFFERENCES: Final = {
+    "hook_q": "after RoPE, where hook_q is before it",
+    "hook_k": "after RoPE, where hook_k is before it",
+    "hook_attn_in": "after the norm, where hook_attn_in is before it, for each head",
+    "hook_mlp_in": "after the norm, where hook_mlp_in is before it",
+}
+"""Hook points whose names resemble a quantity's, and how the quantity differs."""
+_POINTS: Final = {
+    "hook_embed": "embed",
+    **{name.rpartition(".")[2]: kind for name, kind in _LENS.items()},
+    **{name: name.removeprefix("hook_") for name in _DIFFERENCES},
+}
+"""Kinds that names of hook points lead to, whatever module they are in."""
+
+
 def from_lens(name: str) -> str | None:
     """Returns the quantity that a hook point of TransformerLens is; None for any other name.
 
@@ -83,23 +98,25 @@ def split_head(name: str) -> tuple[str, str | None]:
 
 
 def suggested(name: str) -> str | None:
-    """Returns the quantity that the name of no module may mean; None if it resembles none.
+    """Returns a sentence on the quantity that the name of no module may mean; None for no quantity.
 
     Examples:
-        >>> suggested("resid_post.3"), suggested("hook_mlp_out")
-        ('@resid_post.3', '@mlp_out.*')
+        >>> suggested("resid_post.3")
+        "the quantity of this name is '@resid_post.3'"
+        >>> suggested("hook_q")
+        "'@q.*' is after RoPE, where hook_q is before it"
     """
-    found = from_lens(name)
-    if found is not None:
-        return found
-    segments = name.removeprefix(SIGN).replace("hook_", "").split(".")
-    kind = next((each for each in segments if each in KINDS), None)
+    segments = name.removeprefix(SIGN).split(".")
+    points = [each for each in segments if each.startswith("hook_")]
+    kinds = [_POINTS.get(each) for each in points] or [each for each in segments if each in KINDS]
+    kind = kinds[0] if kinds else None
     if kind is None:
         return None
-    if kind in ENDS:
-        return f"{SIGN}{kind}"
     number = next((each for each in segments if each.isdigit()), "*")
-    return f"{SIGN}{kind}.{number}"
+    quantity = f"{SIGN}{kind}" if kind in ENDS else f"{SIGN}{kind}.{number}"
+    if points and points[0] in _DIFFERENCES:
+        return f"{quantity!r} is {_DIFFERENCES[points[0]]}"
+    return f"the quantity of this name is {quantity!r}"
 
 
 def as_lens(quantity: str, asked: str) -> str:
