@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ferrohook.quantity.anatomy.equations import ROUNDINGS, Terms, differ, fit, tolerance
+from ferrohook.quantity.anatomy.observe import noise
 from ferrohook.quantity.anatomy.subjects import through
 
 if TYPE_CHECKING:
@@ -200,13 +201,24 @@ class Anatomist:
         if len(taken) != 1 or len(returned) != 1:
             return False
         x, y = self.look.values[taken[0]], self.look.values[returned[0]]
-        rows, result = (each.reshape(-1, each.shape[-1]).double() for each in (x, y))
-        if x.shape != y.shape or len(rows) == 1:
+        if x.numel() != y.numel() or y.numel() == y.shape[-1]:
             return False
+        rows, result = (each.reshape(-1, y.shape[-1]).double() for each in (x, y))
         factors = (rows * result).sum(0) / rows.square().sum(0)
         return differ(result, rows * factors) <= tolerance(x, y)
 
-    def _tested(self, call: ModuleCall) -> bool:
+    def is_projection(self, call: ModuleCall) -> bool:
+        """Returns True if a module is affine, unlike one that computes a whole sublayer."""
+        x = self._taken(call)
+        other = noise(1.0)(x)
+        returned = through(self._model, call.path, torch.cat([x, other, x + other, 0 * x]))
+        if returned is None or len(returned) != 4 * len(x):
+            return False
+        one, two, both, none = returned.chunk(4)
+        return differ(both + none, one + two) <= tolerance(one, two)
+
+    def _taken(self, call: ModuleCall) -> Tensor:
+        """Returns the one tensor that a module takes."""
         (value,) = call.inputs.values()
         (sighting,) = [
             each
@@ -216,7 +228,10 @@ class Anatomist:
             and each.site.inputs
             and each.time == call.start
         ]
-        x = self.look.values[value].view(sighting.shape)
+        return self.look.values[value].view(sighting.shape)
+
+    def _tested(self, call: ModuleCall) -> bool:
+        x = self._taken(call)
         x = x * _exact_scale(x)
         swapped, larger = x.clone(), x.clone()
         swapped[..., :2] = x[..., :2].flip(-1)
@@ -237,9 +252,11 @@ class Anatomist:
 def _exact_scale(x: Tensor) -> float:
     """Returns a power of two that makes a tensor large: a norm's epsilon has no effect there.
 
-    Four times as large, its squares are still finite.
+    The epsilon is added to the square, so it rounds to nothing where the size is 1 / rounding. Four
+    times as large, the squares are still finite.
     """
-    largest = min(2.0**10, math.sqrt(torch.finfo(x.dtype).max) / 8)
+    info = torch.finfo(x.dtype)
+    largest = min(1 / info.eps, math.sqrt(info.max) / 8)
     return 2.0 ** math.floor(math.log2(largest / (float(x.abs().max()) or 1.0)))
 
 

@@ -57,7 +57,7 @@ def differ(one: Tensor, other: Tensor) -> float:
     """
     if one.numel() != other.numel():
         return torch.inf
-    left, right = one.double().reshape(-1), other.double().reshape(-1)
+    left, right = (each.detach().double().reshape(-1) for each in (one, other))
     difference = float((left - right).abs().max()) / (float(left.abs().max()) or 1.0)
     return difference if difference >= 0 else torch.inf
 

@@ -2,52 +2,128 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ferrohook.quantity.anatomy.observe import ObservedTensor
 from ferrohook.quantity.anatomy.stacks import chains, inside
 from ferrohook.quantity.anatomy.sublayers import BlockParts, BlockStack, Tracer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ferrohook.quantity.anatomy.blocks import Anatomist
+    from ferrohook.quantity.anatomy.observe import Look
     from ferrohook.quantity.anatomy.stacks import Block
 
 
-def stacks_of(anatomist: Anatomist) -> list[BlockStack] | str:
-    """Takes apart the stacks of a model, the main one last; the reason if there is none."""
-    found: list[list[BlockParts]] = []
-    broken: list[dict[int, str]] = []
-    covered: list[str] = []
-    failures: list[tuple[int, str]] = []
-    for chain in chains(anatomist.look):
+class Stacks(NamedTuple):
+    """Stacks of a model."""
+
+    proved: list[BlockStack]
+    failures: dict[str, str]
+    """Reasons of the others, by the prefix of their names."""
+    blocks: list[str]
+    """Paths of the blocks of all."""
+    ends: list[ObservedTensor]
+    """What the last block of each returns."""
+
+
+class _Apart(NamedTuple):
+    """A chain, taken apart."""
+
+    chain: list[Block]
+    parts: list[BlockParts]
+    failed: dict[int, str]
+    """Reasons of the blocks that are not understood, by number."""
+
+    @property
+    def is_proved(self) -> bool:
+        return bool(self.parts) and len(self.parts) >= len(self.failed)
+
+    @property
+    def failure(self) -> str:
+        number, reason = next(iter(self.failed.items()))
+        path = self.chain[_numbers(self.chain).index(number)].path
+        return f"no chain of numbered modules adds to what it takes; in {path} {reason}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [block.path for block in self.chain]
+
+
+def stacks_of(anatomist: Anatomist) -> Stacks:
+    """Takes apart the stacks of a model, the main one last."""
+    proved: list[_Apart] = []
+    others: list[_Apart] = []
+    for chain in _split(anatomist, chains(anatomist.look)):
+        covered = [path for each in proved for path in each.paths]
         if inside(chain[0].path, covered):
             continue
-        parts, failed = _taken_apart(anatomist, chain)
-        if 2 * len(parts) >= len(chain) and parts:
-            found.append(parts)
-            broken.append(failed)
-            covered += [block.path for block in chain]
-        else:
-            number, reason = next(iter(failed.items()))
-            path = chain[_numbers(chain).index(number)].path
-            failures.append((len(chain), f"in {path} {reason}"))
-    if not found:
-        if not failures:
-            return "no numbered modules take what the one before them returned"
-        _, reason = max(failures, key=lambda each: each[0])
-        return f"no chain of numbered modules adds to what it takes; {reason}"
-    order = sorted(range(len(found)), key=lambda place: found[place][-1].block.call.end)
-    names = _prefixes([found[place][0].block.path for place in order])
-    return [
-        BlockStack(name, found[place], broken[place])
-        for name, place in zip(names, order, strict=True)
+        apart = _taken_apart(anatomist, chain)
+        (proved if apart.is_proved else others).append(apart)
+    if not proved:
+        reason = "no numbered modules take what the one before them returned"
+        if others:
+            reason = max(others, key=lambda each: len(each.chain)).failure
+        return Stacks([], {"": reason}, [], [])
+    others = [each for each in others if _may_be_stack(anatomist.look, each, proved)]
+    found = sorted([*proved, *others], key=lambda each: each.chain[-1].call.end)
+    named = [*zip(_prefixes([each.paths[0] for each in found]), found, strict=True)]
+    return Stacks(
+        [BlockStack(name, each.parts, each.failed) for name, each in named if each.is_proved],
+        {name: each.failure for name, each in named if not each.is_proved},
+        [path for each in found for path in each.paths],
+        [each.chain[-1].after for each in found],
+    )
+
+
+def _may_be_stack(look: Look, apart: _Apart, proved: list[_Apart]) -> bool:
+    """Returns True if a chain is a stack that is not understood, and no part or head of one.
+
+    Its blocks have modules and keep the size of what they take.
+    """
+    outer = {call.path.rpartition(".")[0] for call in look.calls}
+    sites = [site for block in apart.chain for site in (block.before, block.after)]
+    sizes = {look.values[look.sites[site].value].numel() for site in sites}
+    own = [path for each in proved for path in each.paths]
+    beside = not inside(apart.paths[0], own) and not any(inside(it, apart.paths) for it in own)
+    return beside and len(sizes) == 1 and outer.issuperset(apart.paths)
+
+
+def _split(anatomist: Anatomist, found: list[list[Block]]) -> Iterator[list[Block]]:
+    """Cuts chains where a block takes what the one before returned beside its stream.
+
+    As the first block of a decoder does that reads an encoder of as many tokens.
+    """
+    for chain in found:
+        start = 0
+        for place, block in enumerate(chain):
+            stream = None if place == start else _other_stream(anatomist, block)
+            if stream is not None:
+                yield chain[start:place]
+                chain[place] = block._replace(before=stream)
+                start = place
+        yield chain[start:]
+
+
+def _other_stream(anatomist: Anatomist, block: Block) -> ObservedTensor | None:
+    """Returns the input to which a block adds, if it is not the one that its chain says."""
+    taken = anatomist.look.sites[block.before].value
+    size = anatomist.look.values[taken].numel()
+    others = [
+        ObservedTensor.input(block.path, part)
+        for part, value in block.call.inputs.items()
+        if value != taken and anatomist.look.values[value].numel() == size
     ]
+    if not others or not isinstance(anatomist.steps(block), str):
+        return None
+    adds = (it for it in others if not isinstance(anatomist.steps(block._replace(before=it)), str))
+    return next(adds, None)
 
 
-def _taken_apart(
-    anatomist: Anatomist, chain: list[Block]
-) -> tuple[list[BlockParts], dict[int, str]]:
-    """Returns the blocks of a chain that are understood, and reasons of the others by number."""
-    parts, failed = [], {}
+def _taken_apart(anatomist: Anatomist, chain: list[Block]) -> _Apart:
+    parts: list[BlockParts] = []
+    failed: dict[int, str] = {}
     for number, block in zip(_numbers(chain), chain, strict=True):
         steps = anatomist.steps(block)
         if isinstance(steps, str):
@@ -57,7 +133,7 @@ def _taken_apart(
         results = [tracer.state_site(step.result) for step in steps[:-1]]
         results.append(block.after)
         parts.append(BlockParts(block, number, steps, results, [*tracer.sublayers()]))
-    return parts, failed
+    return _Apart(chain, parts, failed)
 
 
 def _numbers(chain: list[Block]) -> list[int]:

@@ -102,6 +102,8 @@ def _chain(
     outs = [out for out, _ in links[: len(calls) - 1]]
     outs += [links[-1][0]] * (len(calls) - len(outs))
     parts = [links[0][1], *(part for _, part in links[: len(calls) - 1])]
+    if outs[-1] not in calls[-1].outputs and (same := _same_shape(look, calls[-1])) is not None:
+        outs[-1] = same[0]  # the last block is of another stack
     if parts[0] not in first.inputs and (same := _same_shape(look, first)) is not None:
         parts[0] = same[1]  # the first block takes the stream as one tensor
     blocks: list[Block] = []

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ferrohook.errors import HookError
-from ferrohook.quantity.anatomy.equations import differ, tolerance
+from ferrohook.quantity.anatomy.equations import SIGNIFICANT, differ, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor, noise
+from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.observe import Look, ModuleCall
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall, Writes
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.subjects import Subject
     from ferrohook.quantity.proofs.attention import FoundHeads
@@ -45,6 +47,8 @@ class Sublayer(NamedTuple):
     """A contribution to the stream, and what it is computed from."""
 
     contribution: ObservedTensor
+    raw: ObservedTensor
+    """The contribution before what rescales it."""
     step: int
     """Place of its step in the block."""
     term: int
@@ -53,10 +57,20 @@ class Sublayer(NamedTuple):
     last: ObservedTensor | None
     """Input of the last projection, and its output."""
     projected: ObservedTensor | None
-    norm: str | None
-    """Path of the norm, or of the factors, between the last projection and the contribution."""
+    rescaled: tuple[str, ...]
+    """Paths of norms and factors between the last projection and the contribution, in order."""
     inside: frozenset[str]
     """Paths of the modules that it was followed through."""
+
+
+class _Last(NamedTuple):
+    """The last projection before a contribution."""
+
+    raw: int
+    """Value of the contribution before what rescales it."""
+    taken: ObservedTensor | None = None
+    projected: ObservedTensor | None = None
+    after: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -123,7 +137,11 @@ class Tracer:
                 followed: set[str] = set()
                 entry = self._entry(value, {*self._states[: number + 1]}, followed)
                 last = self._last(value)
-                yield Sublayer(site, number, term, entry, *last, frozenset(followed))
+                raw = self.output_site(last.raw, end) or site
+                inside = frozenset(followed)
+                yield Sublayer(
+                    site, raw, number, term, entry, last.taken, last.projected, last.after, inside
+                )
 
     def _first(self, value: int) -> int:
         prefix, own = self._prefix, self._block.after
@@ -193,22 +211,14 @@ class Tracer:
             if number in self._norms and {*self._norms[number].inputs.values()} <= states:
                 normed.add(number)
                 continue
-            call = self._maker(number)
-            if call is None:
-                continue
-            followed.add(call.path)
-            for part, taken in call.inputs.items():
+            for path, part, taken in self._takes(number, value, followed):
                 if taken in states:
-                    plain[ObservedTensor.input(call.path, part)] = taken
+                    plain[ObservedTensor.input(path, part)] = taken
                 elif taken not in done:
                     done.add(taken)
                     waiting.append(taken)
         if len(normed) == 1:
-            call = self._norms[normed.pop()]
-            (part,) = call.made
-            (state,) = call.inputs.values()
-            site = ObservedTensor.output(call.path, part)
-            return Entry((site,), state, call.path) if site in self._look.sites else None
+            return self._after_norm(normed.pop())
         if not normed and not plain:
             return self._first_taker(value, followed)
         sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
@@ -216,6 +226,26 @@ class Tracer:
         if normed or not one or not sites or not {*sites} <= self._look.sites.keys():
             return None
         return Entry(sites, plain[sites[0]], None)
+
+    def _takes(
+        self, value: int, contribution: int, followed: set[str]
+    ) -> Iterator[tuple[str, Any, int]]:
+        """Yields what the module takes that computes a value, with its path and the part."""
+        call = self._maker(value)
+        if call is None:
+            return
+        followed.add(call.path)
+        # What a module takes that adds to the stream stays in the stream.
+        if not self._adds(call, contribution):
+            for part, taken in call.inputs.items():
+                yield call.path, part, taken
+
+    def _after_norm(self, value: int) -> Entry | None:
+        """Makes the entry of what a norm of the stream returns."""
+        call = self._norms[value]
+        (part,), (state,) = call.made, call.inputs.values()
+        site = ObservedTensor.output(call.path, part)
+        return Entry((site,), state, call.path) if site in self._look.sites else None
 
     def _maker(self, value: int) -> ModuleCall | None:
         """Returns the call that computes a value, or in whose own code it is computed."""
@@ -226,7 +256,7 @@ class Tracer:
         return self._enclosing(consumers[0]) if call is None and consumers else call
 
     def _first_taker(self, value: int, followed: set[str]) -> Entry | None:
-        """Finds the one module that takes the stream between the sum before and a contribution.
+        """Finds what modules take of the stream between the sum before and a contribution.
 
         For blocks whose own code is in between, such as `fc2(relu(fc1(x)))`: nothing follows the
         value from module to module there.
@@ -241,33 +271,41 @@ class Tracer:
             for call in self._calls
             if start <= call.start
             and call.end < end
-            and call.inputs
-            and {*call.inputs.values()} <= wanted
+            and not wanted.isdisjoint(call.inputs.values())
             and call not in self._norms.values()
-            and value not in call.outputs.values()
+            and {value, *call.inputs.values()}.isdisjoint(call.outputs.values())
+            and not self._adds(call, value)
         ]
-        if len({call.path for call in takers}) != 1:
+        followed |= {call.path for call in takers}
+        taken = {each for call in takers for each in call.inputs.values()} & wanted
+        if len(taken) != 1:
             return None
-        ((part, taken), *others) = takers[0].inputs.items()
-        followed.add(takers[0].path)
-        if others:
-            return None
-        if taken in self._norms:
-            norm = self._norms[taken]
-            (part,) = norm.made
-            return Entry((ObservedTensor.output(norm.path, part),), step.source, norm.path)
-        return Entry((ObservedTensor.input(takers[0].path, part),), step.source, None)
+        (state,) = taken
+        if state in self._norms:
+            return self._after_norm(state)
+        sites = (
+            ObservedTensor.input(call.path, part)
+            for call in takers
+            for part, each in call.inputs.items()
+            if each == state and not isinstance(part, Hidden)
+        )
+        return Entry(tuple(sites), step.source, None)
 
-    def _last(self, value: int) -> tuple[ObservedTensor | None, ObservedTensor | None, str | None]:
-        """Finds the last projection before a contribution."""
-        norm = None
+    def _adds(self, call: ModuleCall, contribution: int) -> bool:
+        """Returns True if the stream or another contribution to it is computed in a module."""
+        results = {value for step in self._steps for value in (step.result, *step.terms)}
+        results.discard(contribution)
+        inside = (it for it in self._calls if call.start <= it.start and it.end <= call.end)
+        return any(not results.isdisjoint(it.made.values()) for it in inside)
+
+    def _last(self, value: int) -> _Last:
+        """Finds the last projection before a contribution, and what rescales its output."""
+        rescaled: list[str] = []
         calls = self._producers(value)
-        for call in calls:
-            (*taken,) = call.inputs.values()
-            if len(taken) == 1 and taken[0] != value and self._rescales(call):
-                norm, value = call.path, taken[0]
-                calls = self._producers(value)
-                break
+        while (call := next(filter(self._rescales, calls), None)) is not None:
+            rescaled.insert(0, call.path)
+            (value,) = call.inputs.values()
+            calls = self._producers(value)
         leaves = [
             call
             for call in calls
@@ -275,8 +313,8 @@ class Tracer:
             and not self._children(call)
             and value not in call.inputs.values()
         ]
-        if not leaves:
-            return None, None, None
+        if not leaves or not self._anatomist.is_projection(leaves[0]):
+            return _Last(value)
         call = leaves[0]
         (taken_part,), (part,) = (
             call.inputs,
@@ -285,10 +323,12 @@ class Tracer:
         site = ObservedTensor.input(call.path, taken_part)
         output = ObservedTensor.output(call.path, part)
         if not {site, output} <= self._look.sites.keys() or isinstance(taken_part, Hidden):
-            return None, None, None
-        return site, output, norm
+            return _Last(value)
+        return _Last(value, site, output, tuple(rescaled))
 
     def _rescales(self, call: ModuleCall) -> bool:
+        if len(call.inputs) != 1 or not call.made:
+            return False
         return self._anatomist.is_norm(call) or self._anatomist.is_gain(call)
 
     def _children(self, call: ModuleCall) -> bool:
@@ -298,7 +338,8 @@ class Tracer:
 # --- Kinds ------------------------------------------------------------------------------------
 
 # Found by experiments with what each sublayer takes: change some tokens, the others, and all; make
-# all tokens equal. Attention mixes tokens by weights that depend on them, and averages.
+# all tokens equal. Attention mixes tokens by weights that depend on them, and averages, but for
+# sinks.
 
 
 class Experiments(NamedTuple):
@@ -314,6 +355,16 @@ class Experiments(NamedTuple):
     """All tokens are equal."""
 
 
+class Triples(NamedTuple):
+    """Looks in which the first two of each three tokens are changed, and the third one is not."""
+
+    first: Look
+    second: Look
+    both: Look
+    exchanged: Look
+    """Of the last three, each of the two takes the place of the other."""
+
+
 class Classifier:
     """Finds the kinds of the sublayers of one model.
 
@@ -327,8 +378,10 @@ class Classifier:
         self._subject = subject
         self._look = look
         self._heads = heads
+        self._mixed = False
+        """True if a sublayer mixes tokens in the example."""
 
-    def classify(self, stack: BlockStack, others: Sequence[BlockStack]) -> None:
+    def classify(self, stack: BlockStack, others: Sequence[ObservedTensor]) -> None:
         """Finds the kinds of a stack's contributions; cross-attention reads `others`."""
         entries = {
             site
@@ -338,45 +391,118 @@ class Classifier:
             for site in each.entry.sites
         }
         clean = {site: self._look.tensor(site) for site in entries}
-        looks = [self._held(clean, change) for change in (_some, _others, _all, _equal)]
+        # So that a change reaches no other sublayer by the stream.
+        added = {each.contribution for part in stack.parts for each in part.sublayers}
+        added |= {part.block.before for part in stack.parts}
+        kept = {site: _replacing(self._look.tensor(site)) for site in added}
+        looks = [self._held(clean, change, kept) for change in (_some, _others, _all, _equal)]
         if not all(looks):
             return
         experiments = Experiments(*filter(None, looks))
-        sources = {each.parts[-1].block.after: noise(0.5) for each in others}
-        elsewhere = self._held(clean, None, sources) if sources else None
+        sources = dict.fromkeys(others, noise(0.5))
+        elsewhere = self._held(clean, None, kept | sources) if sources else None
+        given = tensors_in([*self._subject.example.args, *self._subject.example.kwargs.values()])
+        masked = len([*given]) > 1
+        # With a mask few tokens may be mixed, and be changed together.
+        unsure = {"mixer", "mlp"} if masked else {"mixer"}
+        undecided: list[tuple[BlockParts, Sublayer]] = []
         for part in stack.parts:
             for each in part.sublayers:
-                if each.entry is not None and each.contribution in experiments.some.sites:
+                if each.entry is not None and each.raw in experiments.some.sites:
                     self._classify(part, each, experiments, elsewhere)
+                    if part.kinds[each.contribution] in unsure:
+                        undecided.append((part, each))
+        if undecided:
+            self._decide(undecided, clean, kept, experiments)
+        if masked and not self._mixed:  # the mask may leave each token alone
+            for part in stack.parts:
+                mlps = [site for site, kind in part.kinds.items() if kind == "mlp"]
+                part.kinds |= dict.fromkeys(mlps, "unmixed")
+
+    def _decide(
+        self,
+        undecided: Sequence[tuple[BlockParts, Sublayer]],
+        clean: Mapping[ObservedTensor, Tensor],
+        kept: Writes,
+        experiments: Experiments,
+    ) -> None:
+        """Finds what sublayers are that mix tokens, or may."""
+        thirds = _Thirds(self._subject.example.shape)
+        changes = thirds.moved(0), thirds.moved(1), thirds.moved(0, 1), thirds.exchanged
+        looks = [self._held(clean, change, kept) for change in changes]
+        if not all(looks):
+            return
+        triples = Triples(*filter(None, looks))
+        for part, each in undecided:
+            if part.kinds[each.contribution] == "mixer" or self._moves(each, triples, thirds):
+                kind = self._mixing(each.raw, experiments, triples, thirds)
+                part.kinds[each.contribution] = kind
+
+    def _moves(self, each: Sublayer, triples: Triples, thirds: _Thirds) -> bool:
+        """Returns True if a sublayer mixes tokens in looks in which some of each three change."""
+        own = self._look.tensor(each.raw)
+        looks = zip((triples.first, triples.second), (0, 1), strict=True)
+        moves = any(
+            bool(_changed(own, look.tensor(each.raw))[~thirds.chosen(own, which)].any())
+            for look, which in looks
+        )
+        self._mixed |= moves
+        return moves
 
     def _classify(
         self, part: BlockParts, each: Sublayer, looks: Experiments, elsewhere: Look | None
     ) -> None:
+        """Finds the kind of a contribution; `mixer` if it mixes tokens in any way."""
         site = each.contribution
-        own = self._look.tensor(site)
-        some, others, both, same = (look.tensor(site) for look in looks)
+        own, some, others = (it.tensor(each.raw) for it in (self._look, looks.some, looks.others))
         moved = _chosen(own)
         by_some, by_others = _changed(own, some), _changed(own, others)
+        mixes = bool(by_some[~moved].any()) or bool(by_others[moved].any())
+        self._mixed |= mixes
         if bool(by_some.any()) or bool(by_others.any()):
             part.moving.add(site)
-        if elsewhere is not None and bool(_changed(own, elsewhere.tensor(site)).any()):
+        if elsewhere is not None and bool(_changed(own, elsewhere.tensor(each.raw)).any()):
             part.kinds[site] = "cross"
         elif self._attends(each):
             part.kinds[site] = "attention"
         elif self._single(own):
             part.kinds[site] = "unmixed"
-        elif not bool(by_some[~moved].any()) and not bool(by_others[moved].any()):
+        elif not mixes:
             part.kinds[site] = "mlp" if site in part.moving else "constant"
-        elif _is_average(same) and bool(_changed(both, some + others - own).any()):
-            part.kinds[site] = "attention"
         else:
             part.kinds[site] = "mixer"
 
+    def _mixing(
+        self, site: ObservedTensor, looks: Experiments, triples: Triples, thirds: _Thirds
+    ) -> str:
+        """Tells attention from other mixers of tokens.
+
+        Weights that depend on the tokens couple them: the effects of two do not add up. Attention
+        with sinks does not average; where a token that stays takes two others, these are coupled in
+        any order. In a short row or a window of two, none does.
+        """
+        own = self._look.tensor(site)
+        first, second, both, exchanged = (look.tensor(site) for look in triples)
+        # The effects are coupled by about their product.
+        enough = SIGNIFICANT * math.sqrt(tolerance(own))
+        takes_two = _changed(own, first, enough) & _changed(own, second, enough)
+        takes_two &= thirds.chosen(own, 2)
+        shown = bool(takes_two.any())
+        some, others, every = (look.tensor(site) for look in looks[:3])
+        coupled = bool(_changed(every, some + others - own).any())
+        if _is_average(looks.same.tensor(site)):
+            return "attention" if coupled else "mixer" if shown else "unclear"
+        if not shown:
+            short = _tokens(own, self._subject.example.shape) <= 2  # noqa: PLR2004 (no third one)
+            return "unclear" if coupled or short else "mixer"
+        coupled = bool(_changed(both, first + second - own)[takes_two].any())
+        seen = takes_two & thirds.last(own)
+        ordered = not bool(seen.any()) or bool(_changed(own, exchanged)[seen].any())
+        return "attention" if coupled and not ordered else "mixer"
+
     def _single(self, contribution: Tensor) -> bool:
         """Returns True if no row of the example has two tokens."""
-        shape = self._subject.example.shape
-        tokens = contribution.shape[-2] if shape is None else shape[1]
-        return tokens == 1
+        return _tokens(contribution, self._subject.example.shape) == 1
 
     def _attends(self, sublayer: Sublayer) -> bool:
         """Returns True if it goes through a function that models call as attention."""
@@ -386,10 +512,10 @@ class Classifier:
         self,
         clean: Mapping[ObservedTensor, Tensor],
         change: Callable[[Tensor], Tensor] | None,
-        more: Mapping[ObservedTensor, Callable[[Tensor], Tensor]] | None = None,
+        more: Writes,
     ) -> Look | None:
         """Looks while each sublayer takes what it took before, changed; None if the model fails."""
-        writes: dict[ObservedTensor, Any] = {**(more or {})}
+        writes = {**more}
         for site, tensor in clean.items():
             writes[site] = _replacing(tensor if change is None else change(tensor))
         try:
@@ -403,10 +529,11 @@ def _positions(tensor: Tensor) -> Tensor:
     return tensor.double().reshape(-1, tensor.shape[-1])
 
 
-def _changed(one: Tensor, other: Tensor) -> Tensor:
-    """Returns which positions differ by more than rounding."""
+def _changed(one: Tensor, other: Tensor, limit: float = 0.0) -> Tensor:
+    """Returns which positions differ by more than rounding, and a limit relative to the largest."""
     before, after = _positions(one), _positions(other)
-    return (before - after).abs().amax(-1) > tolerance(one, other) * before.abs().max()
+    least = max(limit, tolerance(one, other))
+    return (before - after).abs().amax(-1) > least * before.abs().max()
 
 
 def _is_average(tensor: Tensor) -> bool:
@@ -437,6 +564,48 @@ def _all(tensor: Tensor) -> Tensor:
     return noise(1.0)(tensor.reshape(-1, tensor.shape[-1])).reshape(tensor.shape)
 
 
+def _tokens(tensor: Tensor, shape: tuple[int, int] | None) -> int:
+    """Returns the number of tokens in a row of a tensor; `shape` is the example's."""
+    if shape is not None and math.prod(shape) == tensor.numel() // tensor.shape[-1]:
+        return shape[1]
+    return tensor.shape[-2]
+
+
+class _Thirds:
+    """Changes of the first and the second of each three tokens in a row.
+
+    Args:
+        shape: rows and tokens of the example; None if they are not known.
+    """
+
+    def __init__(self, shape: tuple[int, int] | None) -> None:
+        self._shape = shape
+
+    def chosen(self, tensor: Tensor, *which: int) -> Tensor:
+        """Chooses positions by their places in each three."""
+        return torch.isin(self._places(tensor) % 3, torch.tensor(which))
+
+    def moved(self, *which: int) -> Callable[[Tensor], Tensor]:
+        """Makes the change that moves tokens."""
+        return lambda tensor: _moved(tensor, self.chosen(tensor, *which))
+
+    def last(self, tensor: Tensor) -> Tensor:
+        """Chooses the last of the last three tokens of each row."""
+        tokens = _tokens(tensor, self._shape)
+        return self._places(tensor) == tokens // 3 * 3 - 1
+
+    def exchanged(self, tensor: Tensor) -> Tensor:
+        """Exchanges the two before that one."""
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        (last,) = self.last(tensor).nonzero(as_tuple=True)
+        order = torch.arange(len(flat))
+        order[last - 1], order[last - 2] = last - 2, last - 1
+        return flat[order].reshape(tensor.shape)
+
+    def _places(self, tensor: Tensor) -> Tensor:
+        return torch.arange(tensor.numel() // tensor.shape[-1]) % _tokens(tensor, self._shape)
+
+
 def _equal(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1, tensor.shape[-1])
     return flat[:1].expand_as(flat).reshape(tensor.shape).clone()
@@ -444,6 +613,6 @@ def _equal(tensor: Tensor) -> Tensor:
 
 def _replacing(value: Tensor) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
-        return value.to(tensor).reshape(tensor.shape)
+        return value.to(tensor, copy=True).reshape(tensor.shape)  # models change it in place
 
     return change

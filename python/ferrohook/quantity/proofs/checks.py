@@ -74,14 +74,14 @@ class Checks:
         self._compare(names, self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
-        """Checks the last projection of a sublayer, and the norm behind it."""
+        """Checks the last projection of a sublayer, and what rescales its output."""
         if sublayer.last is None or sublayer.projected is None:
             return
         taken = self._after(sublayer.last)
         projected = None if taken is None else through(self._model, sublayer.projected.path, taken)
         self._compare([name], self._before(sublayer.projected), projected)
-        if projected is not None and sublayer.norm is not None:
-            projected = through(self._model, sublayer.norm, projected)
+        for path in sublayer.rescaled:
+            projected = None if projected is None else through(self._model, path, projected)
         self._compare([name], self._before(sublayer.contribution), projected)
 
     def begins(self, name: str, began: Beginning, stream: ObservedTensor) -> None:

@@ -22,7 +22,7 @@ from ferrohook.quantity.anatomy.ends import Beginning, beginning, ending
 from ferrohook.quantity.anatomy.equations import differ, fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden
 from ferrohook.quantity.anatomy.parts import stacks_of
-from ferrohook.quantity.anatomy.stacks import is_seen
+from ferrohook.quantity.anatomy.stacks import inside, is_seen
 from ferrohook.quantity.anatomy.subjects import (
     Subject,
     example_of,
@@ -37,8 +37,10 @@ from ferrohook.quantity.proofs.own_sums import OwnSums
 from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.routers import (
     FUSED,
+    SEVERAL,
     arrive,
     has_experts,
+    has_several,
     residual_of,
     router_of,
     weighed,
@@ -135,18 +137,18 @@ class _ModelProver:
         self._inside: list[Proved] = []
         """Inside attention modules, where writes were tried already."""
         self._missing: dict[str, str] = {}
+        self._blocks: list[str] = []
+        """Paths of the blocks of all stacks."""
         self._sums = OwnSums(self._look, first)
         self._routed: dict[str, Routed] = {}
         """Routers by the names of their quantities."""
 
     def findings(self) -> Findings:
-        found = stacks_of(self._anatomist)
-        stacks = [] if isinstance(found, str) else found
-        if isinstance(found, str):
-            self._missing["resid_post"] = found
+        stacks, failures, self._blocks, ends = stacks_of(self._anatomist)
+        self._missing |= {f"{prefix}resid_post": it for prefix, it in failures.items()}
         classifier = Classifier(self._subject, self._look, self._heads)
         for stack in stacks:
-            classifier.classify(stack, [each for each in stacks if each is not stack])
+            classifier.classify(stack, [it for it in ends if it != stack.parts[-1].block.after])
         for stack in stacks:
             for number, reason in stack.broken.items():
                 for kind in ("resid_pre", "resid_post"):
@@ -176,14 +178,15 @@ class _ModelProver:
         for each in part.sublayers:
             kind = part.kinds.get(each.contribution, "unknown")
             counts[kind] = counts.get(kind, 0) + 1
+        unclear = {"attention", "mixer"} if "unclear" in counts else set[str]()
         for each in part.sublayers:
             kind = part.kinds.get(each.contribution, "unknown")
             title = TITLES.get(kind)
-            if title is None or counts[kind] > 1:
+            if title is None or counts[kind] > 1 or kind in unclear:
                 continue
             self._sublayer(stack, part, each, title, residual)
         for kind, title in TITLES.items():
-            if counts.get(kind, 0) != 1 and kind in {"attention", "mlp"}:
+            if kind in unclear or (counts.get(kind, 0) != 1 and kind in {"attention", "mlp"}):
                 self._missing[f"{prefix}{title}_out.{index}"] = _absence(kind, counts)
         self._mid(stack, part)
         self._router(stack, part)
@@ -193,7 +196,8 @@ class _ModelProver:
         if not self._has_experts(part):
             return
         name = f"{stack.prefix}router.{part.index}"
-        found = router_of(self._look, part.block.path)
+        path = part.block.path
+        found = SEVERAL if has_several(self._look, path) else router_of(self._look, path)
         if isinstance(found, str):
             self._missing[name] = found
             return
@@ -236,6 +240,8 @@ class _ModelProver:
     def _mid_step(self, part: BlockParts) -> int | str:
         """Returns the number of steps before the stream between attention and mlp."""
         kinds = [(each.step, part.kinds.get(each.contribution)) for each in part.sublayers]
+        if not {kind for _, kind in kinds} <= TITLES.keys():
+            return "a contribution to the block is of an unknown kind"
         pointwise = [step for step, kind in kinds if kind == "mlp"]
         mixing = [step for step, kind in kinds if kind in {"attention", "cross", "mixer"}]
         if not pointwise or not mixing:
@@ -277,9 +283,9 @@ class _ModelProver:
                 FUSED if title == "mlp" and experts else "no single projection returns the output"
             )
             return
-        projected = f"projection({inner})"
-        after = "" if each.norm is None else self._anatomist.kind_of(each.norm)
-        shown = f"{after}({projected})" if after else projected
+        shown = f"projection({inner})"
+        for path in each.rescaled:
+            shown = f"{self._anatomist.kind_of(path)}({shown})"
         text = f"{_times(multiplier)}{shown} = {title}_out"
         self._add(f"{prefix}{inner}.{index}", each.last, text)
 
@@ -326,9 +332,8 @@ class _ModelProver:
     def _around(self, stack: BlockStack) -> None:
         """Finds what is before the first block and behind the last."""
         first, last = stack.parts[0].block, stack.parts[-1].block
-        stream = self._look.sites[first.before].value
-        began = beginning(self._subject, self._look, stream, first.call.start)
         name = f"{stack.prefix}embed"
+        began = self._began(stack)
         if isinstance(began, str):
             self._missing[name] = began
         else:
@@ -339,6 +344,9 @@ class _ModelProver:
                 name = f"{stack.prefix}resid_pre.{stack.parts[0].index}"
                 self._add(name, began.embed, began.text, multiplier=factor)
         if stack.prefix:
+            return
+        if max(stack.broken, default=-1) > stack.parts[-1].index:
+            self._missing["final_norm"] = self._missing["logits"] = "the last block is not proved"
             return
         factors = self._sums.stream_factors(stack.parts)
         if not isinstance(began, str) and began.is_term and first.before in factors:
@@ -360,6 +368,18 @@ class _ModelProver:
             )
         else:
             self._add("logits", ended.logits, ended.text)
+
+    def _began(self, stack: BlockStack) -> Beginning | str:
+        """Finds how the stream of a stack begins; the reason if it does not."""
+        if min(stack.broken, default=stack.parts[0].index) < stack.parts[0].index:
+            return "the first block is not proved"
+        first = stack.parts[0].block
+        stream = self._look.sites[first.before].value
+        began = beginning(self._subject, self._look, stream, first.call.start)
+        passed = () if isinstance(began, str) else (*began.first, *began.modules)
+        if any(inside(path, passed) or path in passed for path in self._blocks):
+            return "what the first block takes is what another stack returns"
+        return began
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
         """Returns the factor of the embedding, with the model's own parameters."""
@@ -395,6 +415,8 @@ def _sum_text(part: BlockParts, steps: int | None = None) -> str:
 def _absence(kind: str, counts: dict[str, int]) -> str:
     if counts.get(kind, 0) > 1:
         return f"the block adds {counts[kind]} contributions of this kind"
+    if "unclear" in counts and kind != "mlp":
+        return "the example does not show whether a sublayer attends"
     if "unmixed" in counts:
         return "no row of the example has two tokens, so that nothing shows which tokens it mixes"
     others = ", ".join(sorted(f"{n} {each}" for each, n in counts.items()))

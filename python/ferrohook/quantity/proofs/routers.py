@@ -32,6 +32,8 @@ NO_ROUTER: Final = (
 _EQUAL: Final = "the weights of its experts are all equal, and tell nothing of their router"
 FUSED: Final = "each token goes through experts of its own, in whose code the last projections are"
 
+SEVERAL: Final = "the block has several mixtures of experts"
+
 
 def _softmax(logits: Tensor, numbers: Tensor) -> Tensor:
     return logits.softmax(-1).gather(-1, numbers)
@@ -155,6 +157,12 @@ def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
     except HookError:
         return set()
     return {name for name, it in found.items() if residual_of(look, it, after=True)[1]}
+
+
+def has_several(look: Look, prefix: str) -> bool:
+    """Returns True if tokens choose experts in a block more than once."""
+    numbers = [each.numbers for each in weighed(look, prefix)]
+    return any(not torch.equal(numbers[0], each) for each in numbers)
 
 
 def has_experts(block: nn.Module, apart: Collection[str]) -> bool:

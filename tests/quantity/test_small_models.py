@@ -1,0 +1,105 @@
+"""Quantities of small models of drawn architectures, against what the models say themselves.
+
+A fixed part, 2,000 models with `--whole`, or as many as `--requests` says. A fault names the seed of
+its model: `faults_of(SmallModel(seed))`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ferrohook as fh
+from support.amounts import amount
+from support.small_models import Oracle, SmallModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+pytest.importorskip("transformers")
+PARTS = 4
+WRITES = 3
+"""Quantities of a model that are written to, each in a call of its own."""
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Returns the one tensor that a model returns."""
+    if isinstance(output, dict):
+        (output,) = output.values()
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def named(model: SmallModel, **writes: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Runs a model whose code names its tensors; returns its output and these tensors."""
+    with Oracle(writes) as oracle, torch.no_grad():
+        output = tensor_of(model(**model.example))
+    return output, {name: it for name, it in oracle.seen.items() if " " not in name}
+
+
+def close(one: Tensor, other: Tensor, roundings: float) -> bool:
+    """Compares tensors of any shapes, up to roundings of the largest element."""
+    if one.numel() != other.numel():
+        return False
+    left, right = one.double().reshape(-1), other.double().reshape(-1)
+    limit = roundings * torch.finfo(other.dtype).eps * float(right.abs().max())
+    return bool(((left - right).abs() <= limit).all())
+
+
+def change(tensor: Tensor) -> Tensor:
+    """Adds noise to a tensor, which depends on its size and not on its shape."""
+    noise = torch.randn(tensor.numel(), generator=torch.Generator().manual_seed(7))
+    return tensor + noise.view_as(tensor).to(tensor) * tensor.std(correction=0)
+
+
+def faults_of(model: SmallModel) -> list[str]:
+    """Returns what is wrong of the quantities of a model."""
+    _, right = named(model)
+    table = fh.quantities(model, **model.example)
+    acts: Mapping[str, Tensor] = {}
+    if len(table):
+        with torch.no_grad(), fh.capture(model, [*table]) as acts:
+            model(**model.example)
+    faults = []
+    for name, quantity in table.items():
+        expected = right.get(name[1:])
+        # A multiplier is solved for, and rounded once more.
+        if expected is None or not close(
+            acts[name], expected, 0 if quantity.multiplier == 1 else 4
+        ):
+            wrong = "is no quantity of the model" if expected is None else "is another tensor"
+            faults.append(f"{name} {wrong}: {quantity.place}, {quantity.equation}")
+    chosen = random.Random(model.seed)
+    writable = [name for name in table if table[name].writable and name[1:] in right]
+    for name in chosen.sample(writable, min(WRITES, len(writable))):
+        with torch.no_grad(), fh.register(model, name, lambda _module, _args, it: change(it)):
+            found = tensor_of(model(**model.example))
+        expected, _ = named(model, **{name[1:]: change})
+        if not close(found, expected, 2**12):
+            faults.append(f"{name} was written and did something else: {table[name].place}")
+    return faults
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_quantities_are_what_models_compute(part: int, request: pytest.FixtureRequest) -> None:
+    number = request.config.getoption("requests") or amount(24, whole=2_000)
+    faults = {seed: faults_of(SmallModel(seed)) for seed in range(part, number, PARTS)}
+    assert not {seed: found for seed, found in faults.items() if found}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_of_a_plain_model_is_missing(part: int, request: pytest.FixtureRequest) -> None:
+    number = request.config.getoption("requests") or amount(24, whole=400)
+    for seed in range(part, number, PARTS):
+        model = SmallModel(seed, plain=True)
+        if model.tokens == 1:
+            continue
+        table = fh.quantities(model, **model.example)
+        missing = {name for name in named(model)[1] if name not in table}
+        if model.rows == 1:  # nothing tells positions from tokens
+            missing = {name for name in missing if "embed" not in name}
+        assert not missing, (seed, missing)
