@@ -46,7 +46,7 @@ class Oracle:
     def at(self, tensor: Tensor, names: tuple[str, ...]) -> Tensor:
         """Records a tensor under its names, and returns what goes on."""
         for name in names:
-            tensor = self._writes.get(name, lambda it: it)(tensor)
+            tensor = self._writes[name](tensor) if name in self._writes else tensor
         self.seen |= dict.fromkeys(names, tensor)
         return tensor
 
@@ -65,7 +65,7 @@ class Draw:
     """
 
     def __init__(self, seed: int, *, plain: bool) -> None:
-        self.random = random.Random(seed)
+        self.random = random.Random(seed)  # noqa: S311 (an architecture)
         self.made: dict[str, Any] = {}
         self._plain = plain
 
@@ -163,7 +163,7 @@ def allowed(kind: str, queries: int, keys: int) -> Tensor:
     distance = torch.arange(queries)[:, None] - torch.arange(keys)
     masks = {
         "causal": distance >= 0,
-        "all": distance == distance,
+        "all": torch.ones_like(distance, dtype=torch.bool),
         "anti-causal": distance <= 0,
         "window": (distance >= 0) & (distance < 2),
         "band": distance.abs() < 2,
@@ -175,7 +175,7 @@ def allowed(kind: str, queries: int, keys: int) -> Tensor:
     return masks[kind]
 
 
-def eager(
+def eager(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_more: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention written out, as a model of transformers has it."""
@@ -331,7 +331,7 @@ class Mixer(nn.Module):
             self.gate = nn.Linear(width, width)
         if self.how in {"causal", "circular", "same"}:
             padding = {"causal": 2, "circular": 1, "same": 1}[self.how]
-            mode = "circular" if self.how == "circular" else "zeros"
+            mode: Any = "circular" if self.how == "circular" else "zeros"
             self.conv = nn.Conv1d(
                 width, width, 3, padding=padding, groups=groups, padding_mode=mode
             )
@@ -431,6 +431,7 @@ class Router(nn.Module):
         self.shares = self.form != "top, softmax" and it.one("weights are shares", True, False)
         self.factor = it.one("factor of experts", 1.0, 2.5, usual=0.7)
         corrected = self.form == "sigmoid, top" and it.one("corrected choice", False, True)
+        self.correction: Tensor | None
         self.register_buffer("correction", torch.randn(experts) / 4 if corrected else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -438,7 +439,7 @@ class Router(nn.Module):
         scores = {
             "softmax, top": lambda: logits.softmax(-1),
             "top, softmax": lambda: logits,
-            "sigmoid, top": lambda: logits.sigmoid(),
+            "sigmoid, top": logits.sigmoid,
         }[self.form]()
         chosen = scores if self.correction is None else scores + self.correction
         numbers = chosen.topk(self.top, -1).indices
@@ -478,6 +479,8 @@ class Mixture(nn.Module):
         count = it.one("experts", 4, 6)
         self.how = it.one("how experts run", "module", "module", "list", "all")
         self.route = put(it, self, it.name("router", "gate"), Router(it, width, count, name), 0.5)
+        self.count = count
+        self.experts: Any
         if self.how == "list":
             self.experts = nn.ModuleList(LeafMLP(width) for _ in range(count))
         else:
@@ -494,9 +497,9 @@ class Mixture(nn.Module):
         if self.how == "module":
             y = self.experts(flat, numbers, weights)
         elif self.how == "all":
-            dense = torch.zeros(len(flat), len(self.experts.up), dtype=x.dtype)
+            dense = torch.zeros(len(flat), self.count, dtype=x.dtype)
             dense = dense.scatter(1, numbers, weights)
-            every = torch.arange(len(self.experts.up)).expand(len(flat), -1)
+            every = torch.arange(self.count).expand(len(flat), -1)
             y = self.experts(flat, every, dense)
         else:
             y = torch.zeros_like(flat)
@@ -518,7 +521,7 @@ PLACEMENTS: Final = ("before", "after", "sandwich", "contribution", "none")
 class Step(nn.Module):
     """A sublayer with its norms and multipliers, added to the stream."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 (what a block drew for all of its steps)
         self,
         it: Draw,
         width: int,
@@ -597,7 +600,7 @@ NORMS: Final = ("layer norm", "rms", "one plus weight", "layer norm without weig
 class Block(nn.Module):
     """A block: its steps in order, or in parallel."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a stack drew for all of its blocks)
         self, it: Draw, width: int, prefix: str, number: int, returns: str, *, cross: bool
     ) -> None:
         super().__init__()
@@ -699,7 +702,7 @@ class Stack(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor | None = None, seen: Tensor | None = None
     ) -> Tensor:
-        for block in self.get_submodule(self.list):
+        for block in self.get_submodule(self.list).children():
             y = block(x=x, memory=memory, seen=seen) if self.keyword else block(x, memory, seen)
             x = y[0] if isinstance(y, tuple) else y["hidden"] if isinstance(y, dict) else y
         return x
@@ -723,13 +726,8 @@ class Ends(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
-        # What stands before a projection is the table's row, times the factor after it.
-        if self.project is None:
-            x = at(x * self.times if self.times != 1 else x, f"{self.prefix}embed")
-        else:
-            at(x * self.times, f"{self.prefix}embed")
-            x = self.project(x)
-            x = x * self.times if self.times != 1 else x
+        x = at(x * self.times if self.times != 1 else x, f"{self.prefix}embed")
+        x = x if self.project is None else self.project(x)
         places = torch.arange(ids.shape[1])
         if self.positions is not None:
             x = x + self.positions(places)
@@ -764,7 +762,8 @@ class SmallModel(nn.Module):
             prefix = "" if joined else f"{other}."
             self.add_module(other, Stack(it, width, prefix))
             if joined:
-                first = len([*self.get_submodule(other).children()][0])
+                (blocks,) = self.get_submodule(other).children()
+                first = len([*blocks.children()])
             elif self.kind == "two stacks" or it.one("encoder's norm", True, False):
                 self.link = norm_of(it.one("norm between stacks", *NORMS), width)
         self.add_module(
@@ -790,7 +789,7 @@ class SmallModel(nn.Module):
         self.times = it.one("factor of the logits", 1.0, 0.4, usual=0.8)
         self.returns = it.one("model returns", "tensor", "tuple", "dict")
         self._initialise(it)
-        self.example = self._example(it, width)
+        self.example: dict[str, Tensor] = self._example(it, width)
         dtype = it.one("dtype", torch.float32, torch.float64, torch.bfloat16, usual=0.8)
         self.to(dtype)
         self.example = {
@@ -802,7 +801,7 @@ class SmallModel(nn.Module):
     def _tie(self, it: Draw) -> bool:
         if not self.takes_ids or self.head is None or not it.one("tied", False, True):
             return False
-        table = [*self.ends.values()][-1].table.weight
+        table: Any = [*self.ends.children()][-1].get_submodule("table").weight
         if table.shape != self.head.weight.shape:
             return False
         self.head.weight = table
