@@ -112,9 +112,9 @@ def heads_of(module: nn.Module) -> HeadSizes | None:
     return HeadSizes(HEADS[0], HEADS[0], HEADS[1]) if isinstance(module, Attention) else None
 
 
-def looked_at(**options: Any) -> tuple[Model, ModuleTable]:
+def looked_at(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model, ModuleTable]:
     torch.manual_seed(0)
-    model = Model(**options).requires_grad_(requires_grad=False)
+    model = Model(**options).requires_grad_(requires_grad=False).to(dtype)
     modules = observe(model, lambda: model(IDS))
     return model, modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
 
@@ -151,6 +151,14 @@ def test_all_is_found_where_it_is(sandwich: bool) -> None:
         model(IDS)
     handle.remove()
     assert torch.equal(acts["@resid_post.1"], pair[0][0] + pair[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sandwich", [False, True])
+def test_half_precision_has_the_same_places(sandwich: bool, dtype: torch.dtype) -> None:
+    tables = [looked_at(each, sandwich=sandwich)[1].named.table for each in (torch.float32, dtype)]
+    full, half = ({name: (it.place, it.writable) for name, it in t.items()} for t in tables)
+    assert half == full
 
 
 def test_a_contribution_behind_a_multiplier_that_no_module_has_is_one_of_its_multiple() -> None:
