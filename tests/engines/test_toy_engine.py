@@ -76,7 +76,7 @@ def test_each_request_is_served_as_alone(toy: dict[str, Any]) -> None:
         kept = alone(made.model, request, vector, at)
         if plan is not None:
             torch.testing.assert_close(request.acts["layers.1"], kept)
-    assert len(made.worker.loaded_model().planned) == 0
+    assert len(made.worker.requests) == 0
 
 
 def test_a_plan_that_fails_ends_its_request_alone(toy: dict[str, Any]) -> None:

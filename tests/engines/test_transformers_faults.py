@@ -17,8 +17,8 @@ from support.faults import NOWHERE, FaultError, Injector
 
 NEW, WAIT, PARTS = 4, 60, 4
 UNGUARDED = {
-    *("replaced", "_shares", "_complete", "get_model_kwargs", "sample"),
-    *("_failing", "guarded", "_fail_all", "_reject", "_give"),
+    *("replaced", "get_model_kwargs", "sample", "running", "failing", "guarded"),
+    *("_complete", "state", "_captured", "_give", "_end_failed"),
 }
 STEERED = Job([5, 6, 7, 8], (Change(1, fh.Add(torch.ones(WIDTH)), "generated"),), ("model.norm",))
 KEPT = Job([9, 10, 11], kept=("model.layers.0",))

@@ -101,7 +101,7 @@ def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any, at: Any)
     with attach(manager) as attached:
         with pytest.raises(fh.HookError, match=refused):
             attached.add_request(PROMPTS[0], plan=plan)
-        assert not attached._states()
+        assert not attached._worker._states()
 
 
 def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: Any) -> None:

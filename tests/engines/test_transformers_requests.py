@@ -283,7 +283,7 @@ def test_what_does_not_fit_the_model_is_refused_at_the_door(attached: Attached, 
     entry, message = MISFITS[case]
     with pytest.raises((HookError, HookTypeError), match=f"entry 0 .*{message}"):
         attached.add_request(PROMPT, plan=fh.Plan(entry))
-    assert not attached._planned.ids()
+    assert not attached._worker.requests
 
 
 @pytest.mark.parametrize("name", ["at", "dtype", "hooks", "keep", "output_index"])
@@ -298,7 +298,7 @@ def test_an_option_of_plans_that_is_passed_to_the_engine_is_refused(
     ):
         with pytest.raises(HookTypeError, match="= and may ignore it"):
             call()
-    assert not attached._planned.ids()
+    assert not attached._worker.requests
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,63 @@ def test_an_id_is_of_one_request_with_a_plan_at_a_time(model: Any) -> None:
     assert len(first.generated_tokens) == 50
     assert len(first.acts[LAYER].reshape(-1, WIDTH)) == len(PROMPT) + 49
     Job(PROMPT).check(model, second, NEW)
+
+
+@pytest.fixture
+def waiting(model: Any) -> Iterator[Attached]:
+    """An engine whose loop does not run."""
+    manager = model.init_continuous_batching(greedy(NEW), batching())
+    with transformers.attach(manager) as attached:
+        yield attached
+
+
+@pytest.mark.parametrize("plan", [None, STEERED.plan], ids=["plain", "planned"])
+def test_the_id_of_a_request_with_a_plan_is_no_other_requests(waiting: Attached, plan: Any) -> None:
+    waiting.add_request(PROMPT, "mine", plan=STEERED.plan)
+    with pytest.raises(HookError, match="'mine' already"):
+        waiting.add_request(PROMPT, "mine", plan=plan)
+    assert [*waiting._worker.requests] == ["mine"]
+    assert waiting.input_queue.qsize() == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_request_that_is_being_submitted_stays(waiting: Attached, when: str) -> None:
+    """The loop looks for forgotten requests before the engine has a new one, and after."""
+    worker, put = waiting._worker, waiting.input_queue.put
+
+    def putting(*args: Any, **options: Any) -> None:
+        if when == "before":
+            worker._forget_gone()
+        put(*args, **options)
+        worker._forget_gone()
+
+    waiting.input_queue.put = putting
+    waiting.add_request(PROMPT, "mine", plan=STEERED.plan)
+    worker._forget_gone()
+    assert [*worker.requests] == ["mine"]
+
+
+def test_a_request_submitted_while_the_engine_is_asked_stays(
+    waiting: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = waiting._worker
+    states = worker._states()
+    monkeypatch.setattr(
+        worker, "_states", lambda: waiting.add_request(PROMPT, "mine", plan=STEERED.plan) and states
+    )
+    worker._forget_gone()
+    assert [*worker.requests] == ["mine"]
+
+
+def test_a_request_that_the_engine_refuses_is_forgotten(waiting: Attached) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        msg = "full"
+        raise OSError(msg)
+
+    waiting.input_queue.put = full
+    with pytest.raises(OSError, match="full"):
+        waiting.add_request(PROMPT, "mine", plan=STEERED.plan)
+    assert not waiting._worker.requests
 
 
 def test_ids_that_are_prefixes_of_each_other_are_others(model: Any) -> None:

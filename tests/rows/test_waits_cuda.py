@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.engines import Span, Step
-from ferrohook.engines.planned import PlannedRequests
 from support.gpu import waits
+from support.made_engine import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,28 +43,28 @@ class Engine:
 
     def __init__(self) -> None:
         self.model = make_model()
-        self.planned = PlannedRequests(self.model)
+        self.worker = Worker(self.model)
         self.positions: dict[str, int] = {}
         self.steps = 0
 
     def admit(self, plan: fh.Plan) -> str:
         request = str(len(self.positions))
-        with self.planned.admitting(request, plan):
-            self.positions[request] = 0
+        self.worker.take(request, plan)
+        self.positions[request] = 0
         return request
 
     def step(self, requests: Sequence[str]) -> None:
-        spans, first = [], 0
+        rows = []
         for number, request in enumerate(requests):
             count = 1 + (self.steps + number) % 3
-            spans.append(Span(request, first, count, self.positions[request], 4))
+            rows.append((request, self.positions[request], count))
             self.positions[request] += count
-            first += count
         self.steps += 1
-        x = torch.randn(first, WIDTH).pin_memory().to("cuda", non_blocking=True)
-        with self.planned.running(Step(spans, first)):
+        total = sum(count for *_, count in rows)
+        x = torch.randn(total, WIDTH).pin_memory().to("cuda", non_blocking=True)
+        with self.worker.step(*rows):
             self.model(x)
-        assert [self.planned.failure_of(each) for each in requests] == [None] * len(requests)
+        assert self.worker.failures() == {}
 
 
 ENTRIES: dict[str, Callable[[int], Any]] = {

@@ -56,7 +56,7 @@ def main() -> None:
         ),
         "steps": local.worker.steps,
         "wrong_plans": wrong_plans(model, lambda asked: serve_plans(local, asked)),
-        "open": len(local.worker.loaded_model().planned),
+        "open": len(local.worker.requests),
     }
     print(json.dumps(numbers))
 

@@ -60,7 +60,7 @@ def sglang(folder: Path) -> Serve:
         answers = local.run([asked])
         assert all(len(each["tokens"]) == NEW for each in answers.values())
         local.sent.clear()
-        return {"requests": len(local.worker.loaded_model().planned)}
+        return {"requests": len(local.worker.requests)}
 
     return serve
 

@@ -3,113 +3,74 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
-from ferrohook.engines.steps import Span, Step
+from ferrohook.engines.requests import EngineRequest, reason_of
+from ferrohook.engines.steps import Span
 from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import HookEntry
+from ferrohook.rows.batches import batch_of_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
-    from ferrohook.engines.planned import PlannedRequests, Result
+    from ferrohook.engines.planned import EnginePlans
     from ferrohook.engines.support import Capabilities
-    from ferrohook.plans import Plan, Prepared
+    from ferrohook.plans import Plan, Prepared, Request
+    from ferrohook.rows.batches import GatheredModule
 
 _LOG: Final = logging.getLogger("ferrohook")
 PROBE: Final = f"{NAME}-self-test"
 """Begin of the ids of a self-test's requests."""
 
 
-@dataclasses.dataclass
-class EngineRequest:
-    """A request that has a plan, until the engine has forgotten it."""
-
-    name: str
-    """As the steps call it."""
-    digest: str = ""
-    """Of its plan and vectors."""
-    key: str = ""
-    """Name of its captures."""
-    prompt_length: int = 0
-    prepared: Prepared | None = None
-    """Its plan, rewritten; None if it could not be opened."""
-    captures: list[CaptureEntry] = dataclasses.field(default_factory=list)
-    """Captures of the plan."""
-    end: int = 0
-    """Position after its last row."""
-    tokens: int = 0
-    """Tokens that ran."""
-    reason: str | None = None
-    """Why its plan failed."""
-    valid: int = 0
-    """Tokens of its answer before the step in which it failed."""
-    taken: bool = False
-    """True once its client has its captures: nothing is kept of it."""
-
-    @property
-    def state(self) -> Literal["queued", "running", "ended"]:
-        """Where it is."""
-        if self.reason is not None:
-            return "ended"
-        return "running" if self.tokens else "queued"
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that it captures per token, at most."""
-        return sum(each.row_bytes for each in self.captures)
-
-    @property
-    def changes(self) -> bool:
-        """True if its plan may change rows."""
-        entries = () if self.prepared is None else self.prepared.entries
-        return any(isinstance(entry, HookEntry) for entry in entries)
-
-
 class ServedModel(NamedTuple):
     """A loaded model whose requests may have plans."""
 
     modules: ModuleTable
-    planned: PlannedRequests
+    plans: EnginePlans
 
 
 class EngineWorker:
     """Plans of the requests of one model in an engine.
 
     An engine derives from it, and answers where its rows, positions and requests are: it calls
-    `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, and
-    `reconcile` or `retire`.
+    `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, `failures`
+    behind it, and `reconcile` or `retire`. One thread admits at a time; another one may run steps.
 
     Args:
         capabilities: of the engine.
+        dim: dimension of the rows in its tensors.
     """
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, dim: int = 0) -> None:
         self._capabilities = capabilities
+        self._dim = dim
         self.refusal = "the model is not loaded"
         """Reason why no plan is served, while `served` is None."""
         self.served: ServedModel | None = None
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
-        self._requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        """Requests with a plan, by name, until the engine has forgotten them."""
         self._captures: weakref.WeakKeyDictionary[Prepared, list[CaptureEntry]] = (
             weakref.WeakKeyDictionary()
         )
-        self._spans: list[Span] = []
-        self._from_cache: list[str] = []
-        """Requests of the settled step that begin with keys and values of others."""
-        self._failures: dict[str, str] = {}
-        """Reasons of failures that the engine does not know yet, by request."""
+        self._in_step: list[tuple[EngineRequest, Span]] = []
+        """Requests of the settled step, and their rows."""
+        self._from_cache: list[EngineRequest] = []
+        """Those that begin with keys and values of others."""
+        self._failed: list[EngineRequest] = []
+        """Requests whose failures the engine does not know yet."""
 
     def loaded_model(self) -> ServedModel:
         """Returns the model.
@@ -123,9 +84,9 @@ class EngineWorker:
 
     def refuse(self, reason: str) -> None:
         """Serves no plans from now on, for a reason."""
-        if self.served is not None:
-            self.served.planned.forget([*self._requests])
-        self._requests.clear()
+        for request in self.requests.values():
+            request.close()
+        self.requests.clear()
         self.served, self.refusal = None, reason
         _LOG.warning("ferrohook: %s", reason)
 
@@ -144,26 +105,33 @@ class EngineWorker:
             reason = f"{type(error).__name__}: {error}"
             self.refuse(f"no plans with this model in {it.engine} {it.version}: {reason}")
 
-    def failing(self) -> contextlib.AbstractContextManager[None]:
-        """Runs code of ours in a step, whose faults fail requests with plans, never the engine."""
-        return guarded(self._fail_all)
-
-    def _fail_all(self, error: Exception) -> None:
-        for name in self._requests:
-            self.fail(name, reason_of(error))
-
-    def fail(self, name: str, reason: str, digest: str = "") -> None:
-        """Ends a request whose plan failed, once.
+    def failing(
+        self, requests: Iterable[EngineRequest] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Runs code of ours in a step, whose faults fail requests with plans, never the engine.
 
         Args:
-            name: of the request.
-            reason: why it failed.
-            digest: of its plan, if it was not admitted.
+            requests: those that the code is for; None for all that have a plan.
         """
-        request = self._requests.setdefault(name, EngineRequest(name, digest))
+        return guarded(functools.partial(self._fail_all, requests))
+
+    def _fail_all(self, requests: Iterable[EngineRequest] | None, error: Exception) -> None:
+        for request in [*self.requests.values()] if requests is None else requests:
+            self.fail(request, error)
+
+    def fail(self, request: EngineRequest, error: BaseException) -> None:
+        """Ends a request whose plan failed, once."""
         if request.state != "ended":
-            request.valid = max(0, request.end - request.prompt_length)
-            request.reason = self._failures[name] = reason
+            request.fail(error)
+            self._failed.append(request)
+
+    def failures(self) -> dict[str, str]:
+        """Returns the requests that failed since it was called last, with the reasons."""
+        failed, self._failed = self._failed, []
+        for request in failed:
+            level = logging.DEBUG if request.name.startswith(PROBE) else logging.ERROR
+            _LOG.log(level, "ferrohook: request %s: %s", request.name, request.reason)
+        return {request.name: request.reason for request in failed}
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -182,28 +150,38 @@ class EngineWorker:
         Raises:
             HookError: the plan cannot be served.
         """
-        served = self.loaded_model()
-        prepared = served.planned.plans.find(digest, lambda: served.modules.placed(read()))
-        with served.planned.admitting(request_id, prepared):
-            captures = self._captures.get(prepared)
-            if captures is None:
-                captures = self._captures[prepared] = served.modules.captures(prepared)
-        self._requests[request_id] = EngineRequest(
-            request_id, digest, key, prompt_length, prepared, captures
+        self.check_free([request_id])
+        modules, plans = self.loaded_model()
+        prepared = plans.find(digest, lambda: modules.placed(read()))
+        captures = self._captures.get(prepared)
+        if captures is None:
+            captures = self._captures[prepared] = modules.captures(prepared)
+        self.requests[request_id] = EngineRequest(
+            request_id, prepared, prompt_length, digest, key, captures
         )
+
+    def check_free(self, names: Iterable[str | None]) -> None:
+        """Checks that no request with a plan has one of these names.
+
+        Raises:
+            HookError: one has.
+        """
+        for name in names:
+            if name in self.requests:
+                msg = f"a request with a plan has the id {name!r} already"
+                raise HookError(msg)
 
     def reconcile(self, live: Collection[str]) -> None:
         """Closes the requests that no longer live in the engine."""
-        for request_id in self._requests.keys() - live:
+        for request_id in self.requests.keys() - live:
             self.retire(request_id)
 
-    def retire(self, request_id: str) -> tuple[EngineRequest, Result] | None:
-        """Closes a request; returns its captures, None for one without a plan."""
-        request = self._requests.get(request_id)
-        opened = request is not None and request.prepared is not None
-        result = self.loaded_model().planned.retire(request_id) if opened else None
-        self._requests.pop(request_id, None)
-        return None if request is None or result is None else (request, result)
+    def retire(self, request_id: str) -> EngineRequest | None:
+        """Closes a request and returns it, its captures still readable; None without a plan."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            request.close()
+        return request
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -217,58 +195,75 @@ class EngineWorker:
             counts: rows of each.
             positions: position of the first row of each.
         """
-        self._spans, self._from_cache = [], []
-        if not self._requests:
+        self._in_step, self._from_cache = [], []
+        if not self.requests:
             return
-        spans, row = [], 0
+        in_step, row = [], 0
         for request_id, count, position in zip(request_ids, counts, positions, strict=True):
-            request = None if request_id is None else self._requests.get(request_id)
+            request = None if request_id is None else self.requests.get(request_id)
             rows = int(count)
-            if request is not None and request.prepared is not None:
+            if request is not None and request.opened is not None:
                 first = int(position)
                 if first not in {0, request.end}:
-                    self._from_cache.append(request.name)
-                request.end = first + rows
-                request.tokens = max(request.tokens, request.end)
-                spans.append(Span(request.name, row, rows, first, request.prompt_length))
+                    self._from_cache.append(request)
+                request.run(first, rows)
+                span = Span(request.name, row, rows, first, request.prompt_length)
+                in_step.append((request, span))
             row += rows
-        self._spans = spans
+        self._in_step = in_step
 
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
-        if not self._requests:
+        if not self.requests:
             yield
             return
         around = contextlib.ExitStack()
-        with self.failing():
-            if self._spans:
+        in_step = [request for request, _ in self._in_step]
+        with self.failing(in_step):
+            if in_step:
                 self.steps += 1
-                step = Step(self._spans, rows)
-                around.enter_context(self.loaded_model().planned.running(step))
+                self._enter(around, rows)
         try:
             yield
         except BaseException:
-            with self.failing():
+            with self.failing(in_step):
                 around.__exit__(*sys.exc_info())
             raise
-        with self.failing():
+        with self.failing(in_step):
             around.close()
-        with self.failing():
-            self._note_failures()
-        self._spans = []
+        with self.failing(in_step):
+            for request in in_step:
+                if (error := request.failure) is not None:
+                    self.fail(request, error)
+        self._in_step = []
         with self.failing():
             self._agree()
         if self._from_cache:
             with self.failing():
                 self._fail_sharers()
 
-    def _note_failures(self) -> None:
-        """Notes the requests whose plans failed in the step that ran."""
-        for span in self._spans:
-            error = self.loaded_model().planned.failure_of(span.request_id)
-            if error is not None:
-                self.fail(span.request_id, reason_of(error))
+    def _enter(self, around: contextlib.ExitStack, rows: int) -> None:
+        """Enters the batch of the settled step; requests that cannot be in it fail."""
+        while members := [each for each in self._in_step if each[0].failure is None]:
+            opened = [(cast("Request", request.opened), span) for request, span in members]
+            try:
+                batch = batch_of_step(opened, self._dim, rows, self._gathered())
+                batch.__enter__()
+            except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+                closed = [request for request, _ in members if request.closed]
+                for request in closed:
+                    msg = "the plan of the request was closed while it ran"
+                    self.fail(request, HookError(msg))
+                for request, _ in () if closed else members:
+                    self.fail(request, error)
+            else:
+                around.push(batch)
+                return
+
+    def _gathered(self) -> list[GatheredModule]:
+        """Returns the modules that see other rows in the settled step, see `batch_of_step`."""
+        return []
 
     def _agree(self) -> None:
         """Exchanges failures with other workers of the same rows."""
@@ -283,16 +278,16 @@ class EngineWorker:
             hidden: after the last norm of the model, where NaN and infinities have become NaN.
             clean: zeroes what some rows of the step wrote.
         """
-        changed = [it for it in self._spans if self.loaded_model().planned.changes(it.request_id)]
-        if not changed:
+        changed = [
+            (request, slice(span.first_row, span.first_row + span.rows))
+            for request, span in self._in_step
+            if request.changes
+        ]
+        if not changed or is_finite(hidden[changed[0][1].start : changed[-1][1].stop]):
             return
-        end = changed[-1].first_row + changed[-1].rows
-        if is_finite(hidden[changed[0].first_row : end]):
-            return
-        for span in changed:
-            rows = slice(span.first_row, span.first_row + span.rows)
+        for request, rows in changed:
             if not is_finite(hidden[rows]):
-                self.loaded_model().planned.fail(span.request_id, failure("hidden states"))
+                self.fail(request, failure("hidden states"))
                 hidden[rows] = 0
                 clean(rows)
 
@@ -301,43 +296,27 @@ class EngineWorker:
 
         The scheduler shares them until it learns of the failure; they may lack the plan's changes.
         """
-        digests = {it.digest for it in self._requests.values() if it.state == "ended"}
-        for name in self._from_cache:
-            if self._requests[name].changes and self._requests[name].digest in digests:
+        digests = {it.digest for it in self.requests.values() if it.state == "ended"}
+        for request in self._from_cache:
+            if request.changes and request.digest in digests:
                 msg = "its cached prefix may be that of a request whose plan failed: send it again"
-                self.fail(name, reason_of(HookError(msg)))
-
-    def failures(self) -> dict[str, str]:
-        """Returns the requests that failed since it was called last, with the reasons."""
-        if not self._failures:
-            return {}
-        failed, self._failures = self._failures, {}
-        for request_id, reason in failed.items():
-            level = logging.DEBUG if request_id.startswith(PROBE) else logging.ERROR
-            _LOG.log(level, "ferrohook: request %s: %s", request_id, reason)
-        return failed
+                self.fail(request, HookError(msg))
 
     # --- captures ----------------------------------------------------------------------------
 
     def packed_captures(
-        self,
-        request: EngineRequest,
-        result: Result,
-        tokens: int,
-        *,
-        since: int = 0,
-        partial: bool = False,
+        self, request: EngineRequest, tokens: int, *, since: int = 0, partial: bool = False
     ) -> bytes:
         """Packs the captures of a request, or why rows are missing.
 
         Args:
             request: the request.
-            result: its captures.
             tokens: tokens of prompt and answer. Rows from the last one on are cut off: an
                 engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
             partial: pack none, instead of the reason, until all ran.
         """
+        result = request.result()
         acts: dict[str, Tensor] = {}
         positions: dict[str, list[int]] = {}
         for capture in request.captures:
@@ -377,9 +356,3 @@ def guarded(fail: Callable[[Exception], None]) -> Iterator[None]:
             "ferrohook failed in a step of the engine: requests with plans fail", exc_info=error
         )
         fail(error)
-
-
-def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failure, with the notes that name hook and module."""
-    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-    return f"the plan of the request failed: {'; '.join(lines)}"

@@ -61,7 +61,7 @@ def refusal(local: Local, plan: Any, **extra: Any) -> str:
 
 def opened(local: Local) -> int:
     """The number of plans that are open."""
-    return len(local.worker.loaded_model().planned)
+    return len(local.worker.requests)
 
 
 def asker(local: Local) -> scenes.Ask:

@@ -51,7 +51,7 @@ def serve(local: Local, model: Any, injector: Injector) -> None:
             else:
                 assert injector.where in answer["finish"]["message"]
     local.serve([])
-    assert len(local.worker.loaded_model().planned) == 0, injector.where
+    assert len(local.worker.requests) == 0, injector.where
     assert not local.worker.busy, injector.where
 
 

@@ -126,7 +126,7 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
     check(model, STEERED, later)
     served(llm, {"last": None})
     assert state(llm)["requests"] == 0
-    assert worker._requests == {}
+    assert worker.requests == {}
 
 
 def test_salts_cannot_be_forged(llm: Any) -> None:

@@ -21,7 +21,7 @@ import safetensors.torch
 import ferrohook as fh
 from ferrohook.engines import routes, uploads
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
-from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.vllm import http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import RunnerWorker
@@ -45,7 +45,7 @@ class Engine:
         runner = types.SimpleNamespace(get_model=lambda: self.model)
         self.worker = RunnerWorker(runner, config())
         table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "0")}
-        self.worker.served = ServedModel(ModuleTable(table, {}), PlannedRequests(self.model))
+        self.worker.served = ServedModel(ModuleTable(table, {}), EnginePlans(self.model))
         self.vllm_config = config()
         self.input_processor = type("InputProcessor", (), {})()
         self.output_processor = types.SimpleNamespace(request_states={})

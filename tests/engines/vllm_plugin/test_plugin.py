@@ -265,9 +265,9 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     }
 
     def loaded(self: RunnerWorker) -> None:
-        from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
+        from ferrohook.engines.planned import EnginePlans  # noqa: PLC0415
 
-        self.served = ServedModel(ModuleTable(table, {}), PlannedRequests(self._runner.get_model()))
+        self.served = ServedModel(ModuleTable(table, {}), EnginePlans(self._runner.get_model()))
 
     monkeypatch.setattr(RunnerWorker, "loaded", loaded)
     runner = RunnerV2()

@@ -136,7 +136,7 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
             add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
             plan = ferrohook.Plan(ferrohook.on("model.layers.1", add))
             admit(request_id, prompt, "spoilt", lambda: plan, key)
-            worker._requests[request_id].digest = digest
+            worker.requests[request_id].digest = digest
 
         worker.admit = spoilt
 

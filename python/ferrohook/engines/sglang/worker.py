@@ -24,13 +24,14 @@ from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.planned import EnginePlans
+from ferrohook.engines.requests import reason_of
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.uploads import VectorsOfPlan
 from ferrohook.engines.wire import FIELD, NAME, VECTORS, unpacked
-from ferrohook.engines.worker import EngineWorker, ServedModel, reason_of
+from ferrohook.engines.worker import EngineWorker, ServedModel
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
@@ -71,7 +72,7 @@ class SchedulerWorker(EngineWorker):
     @property
     def busy(self) -> bool:
         """True if a request has a plan."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class SchedulerWorker(EngineWorker):
         self._points = StreamPoints(model, layers, self.failing)
         modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
-        self.served = ServedModel(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self.served = ServedModel(modules, EnginePlans(model, size=_MOST_PLANS))
         secret = secrets.token_bytes(32)
         # Its requests are within no limits but their own.
         self._options = SglangOptions(capture_bytes=sys.maxsize)
@@ -268,7 +269,7 @@ class SchedulerWorker(EngineWorker):
 
     def names(self, reqs: Iterable[Any]) -> set[str]:
         """Returns the names of the plans of requests."""
-        return {req.ferrohook for req in reqs} & self._requests.keys()
+        return {req.ferrohook for req in reqs} & self.requests.keys()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -292,8 +293,7 @@ class SchedulerWorker(EngineWorker):
 
     def _wanted(self) -> frozenset[str]:
         """Returns the hook points that requests of the settled step see."""
-        requests = [self._requests[span.request_id] for span in self._spans]
-        plans = frozenset(it.prepared for it in requests if it.prepared is not None)
+        plans = frozenset(it.prepared for it, _ in self._in_step if it.prepared is not None)
         if plans != self._wanted_by[0]:
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
@@ -306,7 +306,7 @@ class SchedulerWorker(EngineWorker):
     def _checking(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at the hidden states in front of the logits, the second argument."""
         with self.failing():
-            if self._spans:
+            if self._in_step:
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
                 self.check_rows(hidden, self._zero)
 
@@ -326,8 +326,8 @@ class SchedulerWorker(EngineWorker):
         has not failed.
         """
         for req in reqs:
-            request = self._requests.get(getattr(req, "ferrohook", None) or "")
-            if request is None or request.reason is None or req.finished():
+            request = self.requests.get(getattr(req, "ferrohook", None) or "")
+            if request is None or request.state != "ended" or req.finished():
                 continue
             if len(req.output_ids) >= request.valid:
                 req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -337,7 +337,7 @@ class SchedulerWorker(EngineWorker):
     def answer(self, reqs: Iterable[Any]) -> None:
         """Attaches captures to finished requests, before they are answered."""
         for req in reqs:
-            if getattr(req, "ferrohook", None) in self._requests and req.finished():
+            if getattr(req, "ferrohook", None) in self.requests and req.finished():
                 try:
                     self._answer(req)
                 except Exception as error:  # noqa: BLE001 (the request's failure)
@@ -347,14 +347,14 @@ class SchedulerWorker(EngineWorker):
                         self.retire(req.ferrohook)
 
     def _answer(self, req: Any) -> None:
-        request, end = self._requests[req.ferrohook], req.finished_reason.to_json()
-        if request.reason is not None and end.get("message") == request.reason:
+        request, end = self.requests[req.ferrohook], req.finished_reason.to_json()
+        if request.reason and end.get("message") == request.reason:
             req.finished_len = min(request.valid, len(req.output_ids))
-        ended = self.retire(req.ferrohook)
+        self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
-        if ended is None or not request.captures or not texts or end["type"] == "abort":
+        if not request.captures or not texts or end["type"] == "abort":
             return
-        data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
+        data = self.packed_captures(request, len(req.origin_input_ids) + len(texts))
         parts = [None] * (len(texts) - 1) + [data]
         req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 

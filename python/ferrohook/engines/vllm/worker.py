@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -21,13 +20,14 @@ from torch.nn import functional
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.planned import EnginePlans
+from ferrohook.engines.requests import EngineRequest, told
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
-from ferrohook.engines.worker import EngineRequest, EngineWorker, ServedModel, reason_of
+from ferrohook.engines.worker import EngineWorker, ServedModel
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
@@ -35,8 +35,6 @@ from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ferrohook.engines.planned import Result
 
 _LOG: Final = logging.getLogger("ferrohook")
 _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
@@ -71,16 +69,6 @@ def _attend(noise: torch.Generator, module: Any, args: Any, output: Any) -> None
     output.copy_(z.transpose(0, 1).reshape(output.shape))
 
 
-@dataclasses.dataclass
-class _Finished:
-    """Captures that wait for their client."""
-
-    request: EngineRequest
-    result: Result
-    size: int
-    """Bytes."""
-
-
 class RunnerWorker(EngineWorker):
     """Plans of the requests of one model runner.
 
@@ -99,7 +87,8 @@ class RunnerWorker(EngineWorker):
         """By digest."""
         self._names: dict[str, str] = {}
         """Digests of the uploaded vectors, by name."""
-        self._finished: OrderedDict[str, _Finished] = OrderedDict()
+        self._finished: OrderedDict[str, EngineRequest] = OrderedDict()
+        """Requests whose captures wait for their client."""
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._secret = secrets.token_hex(32)
@@ -127,7 +116,7 @@ class RunnerWorker(EngineWorker):
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
             self._lay_sites(model, names, index, modules.table[names[0]].width)
-        self.served = ServedModel(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self.served = ServedModel(modules, EnginePlans(model, size=_MOST_PLANS))
 
     def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
         """Lays the operators of a compiled engine, if their tables fit.
@@ -214,7 +203,12 @@ class RunnerWorker(EngineWorker):
             self._open(request_id, payload, prompt_length)
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             digest = payload["digest"] if isinstance(payload, dict) else ""
-            self.fail(request_id, reason_of(error), digest)
+            self._fail_named(request_id, error, digest)
+
+    def _fail_named(self, request_id: str, error: Exception, digest: str = "") -> None:
+        """Fails a request, even if its plan could not be opened here."""
+        unopened = EngineRequest(request_id, digest=digest)
+        self.fail(self.requests.setdefault(request_id, unopened), error)
 
     def _open(self, request_id: str, payload: Any, prompt_length: int) -> None:
         self.retire(request_id)
@@ -238,36 +232,35 @@ class RunnerWorker(EngineWorker):
             return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
         return plan
 
-    def retire(self, request_id: str) -> tuple[EngineRequest, Result] | None:
+    def retire(self, request_id: str) -> EngineRequest | None:
         """Closes a request, and keeps its captures for the client."""
-        ended = super().retire(request_id)
-        if ended is not None and ended[0].captures and not ended[0].taken:
-            # Their size by rows, since the activations are joined only when they are read.
-            self._keep(_Finished(*ended, ended[0].row_bytes * ended[0].tokens))
-        return ended
+        request = super().retire(request_id)
+        if request is not None and request.captures and not request.taken:
+            self._keep(request)
+        return request
 
-    def _keep(self, finished: _Finished) -> None:
-        self._finished[finished.request.key] = finished
-        self._finished_bytes += finished.size
+    def _keep(self, request: EngineRequest) -> None:
+        self._finished[request.key] = request
+        self._finished_bytes += request.capture_bytes
         while self._finished_bytes > self.options.results_bytes:
             key, dropped = self._finished.popitem(last=False)
-            self._finished_bytes -= dropped.size
+            self._finished_bytes -= dropped.capture_bytes
             self._dropped[key] = None
             if len(self._dropped) > _MOST_DROPPED:
                 self._dropped.popitem(last=False)
 
-    def _discard(self, key: str) -> _Finished | None:
+    def _discard(self, key: str) -> None:
         finished = self._finished.pop(key, None)
         if finished is not None:
-            self._finished_bytes -= finished.size
-        return finished
+            self._finished_bytes -= finished.capture_bytes
 
     # --- steps -------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        if self._ranks is not None and self._requests:  # alike on all ranks
-            for name, reason in self._ranks.merged(self._failures).items():
-                self.fail(name, reason)
+        if self._ranks is not None and self.requests:  # alike on all ranks
+            failed = {it.name: told(it.error) for it in self._failed if it.error is not None}
+            for name, error in self._ranks.merged(failed).items():
+                self._fail_named(name, HookError(error))
 
     def check(self, output: Any, slots: Mapping[str, Tensor]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
@@ -322,7 +315,7 @@ class RunnerWorker(EngineWorker):
     def state(self) -> bytes:
         """Returns numbers of requests and captures, for tests and metrics."""
         numbers = {
-            "requests": sum(it.prepared is not None for it in self._requests.values()),
+            "requests": sum(it.prepared is not None for it in self.requests.values()),
             "results": len(self._finished),
             "results_bytes": self._finished_bytes,
             "steps": self.steps,
@@ -344,8 +337,8 @@ class RunnerWorker(EngineWorker):
             missing = "the captures of the request are not there"
             return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
         # The runner may run it once more, and others read what that writes: its plan stays.
-        found[0].taken = True
-        return self.packed_captures(*found, tokens, since=since)
+        found.taken = True
+        return self.packed_captures(found, tokens, since=since)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
@@ -354,17 +347,13 @@ class RunnerWorker(EngineWorker):
         be finished.
         """
         if (found := self._captured(key)) is not None:
-            return self.packed_captures(*found, tokens, since=since, partial=True)
+            return self.packed_captures(found, tokens, since=since, partial=True)
         return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
-    def _captured(self, key: str) -> tuple[EngineRequest, Result] | None:
-        """Returns the captures of a request; of a running one, the captures so far."""
-        for request in self._requests.values():
-            if request.key == key:
-                result = self.loaded_model().planned.peek(request.name)
-                return None if result is None else (request, result)
-        finished = self._finished.get(key)
-        return None if finished is None else (finished.request, finished.result)
+    def _captured(self, key: str) -> EngineRequest | None:
+        """Returns the request that has captures: one that runs, or that is finished."""
+        opened = (it for it in self.requests.values() if it.key == key and it.opened is not None)
+        return next(opened, None) or self._finished.get(key)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,0 +1,181 @@
+"""Life of a request of an engine that has a plan: queued, running, ended with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from ferrohook.captures.cache import ActivationCache
+from ferrohook.errors import HookError
+from ferrohook.plans.entries import HookEntry
+from ferrohook.util.tensors import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from ferrohook.engines.model.modules import CaptureEntry
+    from ferrohook.plans import Prepared, Request
+
+
+class Result(NamedTuple):
+    """Activations and failure of a request."""
+
+    acts: ActivationCache
+    """In order of position: tensors of (positions, ...)."""
+    error: BaseException | None
+    positions: Callable[[str], list[int]]
+    """Returns the positions of one of the activations."""
+
+
+# Slots: looked for in each step, in caches that the model's weights have emptied.
+@dataclasses.dataclass(slots=True, eq=False)
+class EngineRequest:
+    """A request that has a plan, until the engine has forgotten it."""
+
+    name: str
+    """As the steps call it."""
+    prepared: Prepared | None = None
+    """Its plan, rewritten; None if it could not be opened."""
+    prompt_length: int = 0
+    digest: str = ""
+    """Of its plan and vectors."""
+    key: str = ""
+    """Name of its captures."""
+    captures: list[CaptureEntry] = dataclasses.field(default_factory=list)
+    """Captures of the plan."""
+    parent: EngineRequest | None = None
+    """The request that it is a fork of."""
+    opened: Request | None = dataclasses.field(init=False, default=None)
+    """Its plan, opened."""
+    changes: bool = dataclasses.field(init=False, default=False)
+    """True if its plan may change rows."""
+    start: int = dataclasses.field(init=False, default=0)
+    """First position that ran for it; those before are its parent's."""
+    end: int = dataclasses.field(init=False, default=0)
+    """Position after its last row."""
+    tokens: int = dataclasses.field(init=False, default=0)
+    """Tokens that ran."""
+    error: BaseException | None = dataclasses.field(init=False, default=None)
+    """Why its plan failed."""
+    valid: int = dataclasses.field(init=False, default=0)
+    """Tokens of its answer before the step in which it failed."""
+    taken: bool = dataclasses.field(init=False, default=False)
+    """True once its client has its captures: nothing is kept of it."""
+
+    def __post_init__(self) -> None:
+        if self.prepared is not None:
+            self.opened = self.prepared.open()
+            self.changes = any(isinstance(it, HookEntry) for it in self.prepared.entries)
+        if self.parent is not None:
+            self.start = sys.maxsize
+
+    @property
+    def state(self) -> Literal["queued", "running", "ended"]:
+        """Where it is."""
+        if self.error is not None:
+            return "ended"
+        return "running" if self.tokens else "queued"
+
+    @property
+    def reason(self) -> str:
+        """Why its plan failed, for its client; empty as long as it has not."""
+        return "" if self.error is None else reason_of(self.error)
+
+    @property
+    def capture_bytes(self) -> int:
+        """Bytes that it captured, at most: activations are joined only when they are read."""
+        return self.tokens * sum(each.row_bytes for each in self.captures)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why its plan failed, once that is known; `result` may wait for a GPU to know it."""
+        if self.error is None and self.opened is not None and self.opened.failed:
+            return self.opened.error
+        return self.error
+
+    @property
+    def closed(self) -> bool:
+        """True if its plan was closed."""
+        return any(it is not None and it.closed for it in (self.prepared, self.opened))
+
+    def run(self, position: int, rows: int) -> None:
+        """Notes that a step runs its rows from a position on."""
+        self.start = min(self.start, position)
+        self.end = position + rows
+        self.tokens = max(self.tokens, self.end)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it for a reason."""
+        self.error = error
+        self.valid = max(0, self.end - self.prompt_length)
+
+    def close(self) -> None:
+        """Stops its hooks and captures."""
+        if self.opened is not None:
+            self.opened.close()
+
+    def result(self, end: int | None = None) -> Result:
+        """Returns its captures; may wait for a GPU.
+
+        Args:
+            end: position after the last one that counts.
+
+        Raises:
+            HookError: its plan could not be opened.
+        """
+        opened = self.opened
+        if opened is None:
+            msg = f"the plan of the request {self.name!r} was never opened"
+            raise HookError(msg)
+        error = self.error or opened.error
+        if self.parent is None and end is None:
+            return Result(opened.acts, error, opened.positions)
+        kept = _Joined(self, opened, end)
+        return Result(ActivationCache(kept), error, kept.positions)
+
+
+class _Joined(Mapping[str, Any]):
+    """Activations of a request before a position; of a fork with its parent's."""
+
+    def __init__(self, request: EngineRequest, opened: Request, end: int | None) -> None:
+        # In order of position; none ran in both.
+        self._parts = [(opened, range(request.start, sys.maxsize if end is None else end))]
+        if request.parent is not None and request.parent.opened is not None:
+            self._parts.insert(0, (request.parent.opened, range(request.start)))
+
+    def positions(self, name: str) -> list[int]:
+        return [each for part, ran in self._parts for each in part.positions(name) if each in ran]
+
+    def __getitem__(self, name: str) -> Any:
+        parts = []
+        for request, ran in self._parts:
+            if name in request.acts:
+                positions = request.positions(name)
+                rows = slice(*(bisect_left(positions, each) for each in (ran.start, ran.stop)))
+                parts.append(map_tensors(itemgetter(rows), request.acts[name]))
+        if not parts:
+            raise KeyError(name)
+        if len(parts) == 1:
+            return parts[0]
+        leaves = zip(*map(tensors_in, parts), strict=True)
+        return map_tensors(lambda _tensor: torch.cat(next(leaves)), parts[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for request, _ in self._parts for name in request.acts))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def told(error: BaseException) -> str:
+    """Returns an error as text, with the notes that name hook and module."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the reason of a failure, for the client of its request."""
+    return f"the plan of the request failed: {told(error)}"

@@ -1,0 +1,446 @@
+"""Worker: the plans of a manager's requests, step by step."""
+
+# The engine's loop runs in its own thread: `prepare_next_batch` settles which requests have
+# which rows, `_generation_step` runs the forward, `update_batch` hands out tokens. Asynchronous
+# batching prepares step n + 1 while n computes, but launches each step right after its own
+# preparation: `_generation_step` reads the map of the forward that it runs. Methods are replaced
+# on instances only (manager, output router, cache), and given back by `close`.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ferrohook.attach.attention import pass_ahead
+from ferrohook.engines.finite import WatchedRows, failure
+from ferrohook.engines.planned import EnginePlans
+from ferrohook.engines.requests import EngineRequest
+from ferrohook.engines.transformers.steps import (
+    ROWS,
+    check_row_map,
+    head_rows,
+    read_step,
+    requests_in,
+)
+from ferrohook.engines.transformers.supported import CAPABILITIES
+from ferrohook.engines.worker import EngineWorker
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from ferrohook.engines.steps import Step
+    from ferrohook.plans import Plan, Prepared
+    from ferrohook.rows.batches import GatheredModule
+
+
+class Prompt(list[int]):
+    """Tokens on their way to `add_request`, with the plan of their request."""
+
+    def __init__(self, tokens: Iterable[int], plan: Plan | Prepared | None) -> None:
+        super().__init__(tokens)
+        self.plan = plan
+
+
+class ManagerWorker(EngineWorker):
+    """Plans of the requests of one manager. Any thread adds them, the engine's runs them.
+
+    Args:
+        manager: whose loop is started or not.
+
+    Raises:
+        HookError: the self-test failed.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        super().__init__(CAPABILITIES, ROWS)
+        self._manager = manager
+        self._asynchronous = manager.continuous_batching_config.use_async_batching
+        head = manager.model.get_output_embeddings()
+        self._head = [] if head is None else [*head.modules()]
+        self._lock = threading.RLock()
+        """Held while a request with a plan is submitted."""
+        self._submitting: Collection[str] = ()
+        """Requests that the engine may not know yet."""
+        self._step: Step
+        """Map of the step that runs, with the rows of all requests."""
+        self._cleaning: WatchedRows | None = None
+        """Rows of the step that runs, if plans may make them NaN or infinite."""
+        self._watched: WatchedRows | None = None
+        """Rows of the last step, until it is known which are lost."""
+        self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
+        self.closed = False
+        if manager.batch_processor is None:
+            # As `warmup` does; the engine's thread takes it over.
+            manager.batch_processor = manager._create_batch_processor()
+        with self._paused():
+            if manager.model.device.type == "cuda":
+                # The engine zeroes its buffers on one stream, and writes them on others.
+                torch.cuda.synchronize(manager.model.device)
+            values, self._cached = check_row_map(manager, self._head)
+            self._other_dims = values.other_dims
+            self.plans = EnginePlans(manager.model, values, ROWS)
+            self._hold()
+
+    def _paused(self) -> contextlib.AbstractContextManager[None]:
+        return self._manager.pause() if self._manager.is_running() else contextlib.nullcontext()
+
+    # --- seams -------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Replaces methods on the instances of the manager and its parts."""
+        manager = self._manager
+        self._replace(manager, "add_request", self._add_request)
+        self._replace(manager, "_create_batch_processor", self._create_batch_processor)
+        self._replace(manager, "_generation_step", self._generation_step)
+        self._replace(manager, "_generation_loop_body", self._generation_loop_body)
+        self._replace(manager.output_router, "deliver", self._deliver)
+        self._replace(manager.output_router, "deliver_batch", self._deliver_batch)
+        self._hold_cache(manager.batch_processor.cache)
+
+    def _hold_cache(self, cache: Any) -> None:
+        if "search_prefix_match" not in vars(cache):
+            self._replace(cache, "update", self._update)
+            self._replace(cache, "search_prefix_match", self._search_prefix_match)
+            self._replace(cache, "mark_complete_blocks", self._mark_complete_blocks)
+
+    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        method = getattr(type(owner), name)
+        reference = weakref.ref(owner)
+
+        @functools.wraps(method)
+        def replaced(*args: Any, **options: Any) -> Any:
+            # Not a bound method: a cycle would keep the cache's memory until a collection.
+            return ours(functools.partial(method, reference()), *args, **options)
+
+        setattr(owner, name, replaced)
+        self._seams.append((reference, name, replaced))
+
+    def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
+        processor = original()
+        self._hold_cache(processor.cache)
+        return processor
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Refuses requests once it is closed.
+
+        Raises:
+            HookError: it is closed.
+        """
+        if self.closed:
+            msg = "the engine was detached: attach it again"
+            raise HookError(msg)
+
+    def _add_request(
+        self,
+        original: Callable[..., str | None],
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> str | None:
+        plan = input_ids.plan if isinstance(input_ids, Prompt) else None
+        if plan is None:
+            self.check_free([request_id])
+            return original(input_ids, request_id, *args, **options)
+        prepared, manager = self.plans.serve(plan), self._manager
+        if request_id is None:
+            with manager._request_lock:
+                request_id = f"req_{manager._request_counter}"
+                manager._request_counter += 1
+        parent = EngineRequest(request_id, prepared, len(input_ids))
+        requests = {request_id: parent}
+        for child in _children(request_id, manager.num_return_sequences - 1):
+            requests[child] = EngineRequest(child, prepared, len(input_ids), parent=parent)
+        added = None
+        with self._lock:
+            self.check_open()  # under the lock: `close` ends the requests that it finds
+            self.check_free(requests)
+            self._submitting = requests.keys()
+            try:
+                self.requests |= requests
+                added = original(input_ids, request_id, *args, **options)
+            finally:
+                if added is None:
+                    for name in requests:
+                        self.retire(name)
+                self._submitting = ()
+        return added
+
+    def close(self) -> None:
+        """Gives the methods back; idempotent. Requests that still run fail."""
+        with self._lock, self._paused():
+            if self.closed:
+                return
+            self.closed = True
+            for request in self.requests.values():
+                self.fail(request, HookError("the engine was detached while it ran"))
+            self._end_failed()
+            for reference, name, ours in self._seams:
+                owner = reference()
+                if owner is not None and vars(owner).get(name) is ours:
+                    delattr(owner, name)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _generation_loop_body(
+        self, original: Callable[..., bool], *args: Any, **options: Any
+    ) -> bool:
+        goes_on = original(*args, **options)
+        with self.failing():
+            if self.requests:
+                self._forget_gone()
+        return goes_on
+
+    def _generation_step(self, original: Callable[[], None]) -> None:
+        if not self.requests:
+            original()
+            return
+        before, self._watched = self._watched, None
+        rows = 0
+        with self.failing():
+            step = self._step = read_step(self._manager.batch_processor)
+            spans, rows = step.spans, step.rows
+            self.settle(
+                [span.request_id for span in spans],
+                [span.rows for span in spans],
+                [span.position for span in spans],
+            )
+        in_step = [request for request, _ in self._in_step]
+        with self.running(rows):
+            original()
+        with self.failing(in_step):
+            self._fail_lost(before)
+            # Asynchronous: its tokens are given out after the next step, and nothing waits here.
+            if not self._asynchronous:
+                self._fail_lost(self._watched)
+                self._watched = None
+        self._end_failed()
+
+    def _enter(self, around: contextlib.ExitStack, rows: int) -> None:
+        super()._enter(around, rows)
+        changed = [span for request, span in self._in_step if request.changes]
+        if changed:
+            around.enter_context(self._apart(WatchedRows(changed)))
+
+    def _gathered(self) -> list[GatheredModule]:
+        processor = self._manager.batch_processor
+        gathered: list[GatheredModule] = []
+        if self._other_dims:
+            every = torch.arange(self._step.rows)
+            gathered += [(module, every, dim) for module, dim in self._other_dims.items()]
+        if processor.model_runner.supports_logits_to_keep(self._manager.model):
+            head = head_rows(self._step, requests_in(processor))
+            gathered += [(module, head, None) for module in self._head]
+        return gathered
+
+    def _fail_sharers(self) -> None:
+        """Does nothing: a request with a plan reads no keys and values of others."""
+
+    @contextlib.contextmanager
+    def _apart(self, watched: WatchedRows) -> Iterator[None]:
+        """Keeps rows that plans make NaN or infinite from others.
+
+        The keys of all requests of a step stand in one tensor. A mask hides other requests' keys,
+        but NaN plus a mask is NaN, and large float16 scores exceed a mask of its lowest number.
+        """
+        processor = self._manager.batch_processor
+        runner, inputs = processor.model_runner, processor.inputs_and_outputs
+        drawn = [span.request_id for span in self._step.spans if span.wants_logits]
+        in_step = [request for request, _ in self._in_step]
+
+        def sample(scores: Tensor, *others: Any) -> None:
+            with self.failing(in_step):
+                # Drawing from NaN would raise, for all.
+                scores = watched.clean_logits(scores, drawn)
+            type(runner)._sample(runner, scores, *others)
+
+        def get_model_kwargs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            made: dict[str, Any] = type(inputs).get_model_kwargs(inputs, *args, **kwargs)
+            with self.failing(in_step), _computing(inputs):
+                made["attention_mask"] = _hiding(made["attention_mask"])
+            return made
+
+        self._cleaning = self._watched = watched
+        runner._sample, inputs.get_model_kwargs = sample, get_model_kwargs
+        try:
+            yield
+        finally:
+            self._cleaning = None
+            del runner._sample, inputs.get_model_kwargs
+        with _computing(inputs):
+            watched.send()
+
+    def _update(
+        self,
+        original: Callable[..., Any],
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],  # of the attention function, updated in place
+    ) -> Any:
+        """Passes a layer's keys and values on to the cache."""
+        keys, values = key_states, value_states
+        try:  # not `failing`: each layer of each step comes here
+            module = self._cached.get(layer_idx)
+            if module is not None:
+                keys, values = pass_ahead(module, keys, values, kwargs)
+            if self._cleaning is not None:
+                what = f"keys or values of layer {layer_idx}"
+                keys = self._cleaning.clean(keys, 2, what)
+                values = self._cleaning.clean(values, 2, what)
+        except Exception:
+            with self.failing():
+                raise
+        return original(keys, values, layer_idx, kwargs=kwargs)
+
+    def _search_prefix_match(
+        self, original: Callable[..., int], request_id: str, prompt_ids: list[int]
+    ) -> int:
+        # With a plan none are read: its hooks have to fire at all positions.
+        return 0 if request_id in self.requests else original(request_id, prompt_ids)
+
+    def _mark_complete_blocks(
+        self, original: Callable[..., None], state: Any, complete_blocks: dict[str, int]
+    ) -> None:
+        request = self.requests.get(state.request_id)
+        if request is None or not (request.changes or request.state == "ended"):
+            original(state, complete_blocks)
+
+    # --- ends --------------------------------------------------------------------------------
+
+    def _forget_gone(self) -> None:
+        """Forgets the requests that the engine has forgotten, after those that failed are ended."""
+        self._end_failed()
+        # Before the look at the engine: a request that is submitted meanwhile may be missing there.
+        known = {*self.requests}.difference(self._submitting)
+        states = self._states()
+        forks = (_children(name, state.num_children) for name, state in states.items())
+        for name in known.difference(states, *forks):
+            self.retire(name)
+
+    def _states(self) -> dict[str, Any]:
+        """Returns the requests that the engine knows, by id."""
+        processor, queue = self._manager.batch_processor, self._manager.input_queue
+        with queue.mutex:
+            states = [*queue.queue]
+        if processor is not None:
+            states += processor.scheduler.active_requests.values()
+            states += processor.scheduler.waiting_requests.values()
+        return {state.request_id: state for state in states}
+
+    def _fail_lost(self, watched: WatchedRows | None) -> None:
+        """Fails the requests whose rows in a step were NaN or infinite."""
+        for name, what in ({} if watched is None else watched.lost()).items():
+            if (request := self.requests.get(name)) is not None:
+                self.fail(request, failure(what))
+
+    def _end_failed(self) -> None:
+        """Ends the requests that failed, and their forks to come."""
+        while self._failed:
+            states = self._states()
+            for name in self.failures():
+                with self.failing():
+                    self._end(self.requests[name], states)
+
+    def _end(self, request: EngineRequest, states: Mapping[str, Any]) -> None:
+        manager, name = self._manager, request.name
+        own = state = states.get(name)
+        if own is None and request.parent is not None:
+            state = states.get(request.parent.name)
+        output = GenerationOutput(name) if state is None else state.to_generation_output()
+        output.request_id = name
+        acts, error = _captured(request)
+        _give(output, acts, error)
+        type(manager.output_router).deliver(manager.output_router, output)
+        if manager.batch_processor is not None:  # before the next step is scheduled
+            manager.batch_processor.scheduler.set_request_cancellation(name)
+        manager.cancel_request(name)  # it may not have come so far
+        if own is not None:
+            for child in _children(name, own.num_children):
+                if (fork := self.requests.get(child)) is not None and error is not None:
+                    self.fail(fork, error)
+            if self._asynchronous:
+                own._status = RequestStatus.FINISHED  # its row in flight is skipped
+
+    def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
+        if self._complete(output):
+            original(output)
+
+    def _deliver_batch(self, original: Callable[[Any], None], outputs: list[Any]) -> None:
+        original([output for output in outputs if self._complete(output)])
+
+    def _complete(self, output: Any) -> bool:
+        """Gives an output what its request captured; returns False if that has ended before."""
+        with self.failing():
+            watched, self._watched = self._watched, None
+            self._fail_lost(watched)
+        self._end_failed()
+        request = self.requests.get(output.request_id)
+        if request is not None and request.state == "ended":
+            return False
+        acts: Mapping[str, Any] = {}
+        error: BaseException | None = None
+        if request is not None and output.is_finished():
+            end = None
+            if self._asynchronous:
+                # The last token does not count: it runs if the next step was prepared before.
+                end = len(output.prompt_ids) + len(output.generated_tokens) - 1
+            del self.requests[request.name]
+            acts, error = _captured(request, end)
+        _give(output, acts, error)
+        return True
+
+
+def _captured(
+    request: EngineRequest, end: int | None = None
+) -> tuple[Mapping[str, Any], BaseException | None]:
+    """Closes a request; returns its activations before a position, and its failure."""
+    try:
+        request.close()
+        return request.result(end)[:2]
+    except Exception as fault:  # noqa: BLE001 (the request's failure: the engine goes on)
+        return {}, request.error or fault
+
+
+def _give(output: Any, acts: Mapping[str, Any], error: BaseException | None) -> None:
+    """Adds activations and failure to an output."""
+    output.acts, output.hook_error = acts, error
+    if error is not None:
+        output.status = RequestStatus.FAILED
+        output.error = f"{type(error).__name__}: {error}"
+
+
+def _children(request_id: str, number: int) -> list[str]:
+    """Returns the ids that the engine gives to forks of a request."""
+    return [f"{request_id}__child#{child}" for child in range(number)]
+
+
+def _computing(inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context whose work is done where the engine's is."""
+    stream = inputs.compute_stream
+    # Without one torch would look for a GPU, each time.
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _hiding(mask: Any) -> Any:
+    """Returns attention masks in float16 whose lowest numbers are minus infinity, others as given.
+
+    Args:
+        mask: a tensor, a dict of tensors or None.
+    """
+    if isinstance(mask, dict):
+        return {name: _hiding(each) for name, each in mask.items()}
+    if mask is None or mask.dtype != torch.float16:
+        return mask
+    return mask.masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
