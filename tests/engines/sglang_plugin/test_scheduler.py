@@ -99,7 +99,7 @@ def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPa
         reqs[req.ferrohook] = req
 
     def checked(input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        for span in worker._spans:
+        for _, span in worker._in_step:
             req = reqs[span.request_id]
             tokens = [*req.origin_input_ids, *req.output_ids]
             rows = slice(span.first_row, span.first_row + span.rows)

@@ -149,7 +149,7 @@ def test_rows_are_those_of_the_tokens(llm: Any) -> None:
     seen = []
 
     def check(_model: object, _args: object, inputs: dict[str, Any]) -> None:
-        for span in engine.model_executor.driver_worker.ferrohook._spans:
+        for _, span in engine.model_executor.driver_worker.ferrohook._in_step:
             rows = slice(span.first_row, span.first_row + span.rows)
             tokens = requests[span.request_id].all_token_ids
             wanted = [*tokens][span.position : span.position + span.rows]
