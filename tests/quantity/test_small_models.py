@@ -58,7 +58,9 @@ def change(tensor: Tensor) -> Tensor:
 
 def faults_of(model: SmallModel) -> list[str]:
     """Returns what is wrong of the quantities of a model."""
-    _, right = named(model)
+    output, right = named(model)
+    if not bool(output.isfinite().all()):
+        return []
     table = fh.quantities(model, **model.example)
     acts: Mapping[str, Tensor] = {}
     if len(table):

@@ -408,7 +408,9 @@ class Classifier:
         undecided: list[tuple[BlockParts, Sublayer]] = []
         for part in stack.parts:
             for each in part.sublayers:
-                if each.entry is not None and each.raw in experiments.some.sites:
+                # Another choice of experts passes other modules.
+                seen = all(each.raw in it.sites for it in (*experiments, elsewhere) if it)
+                if each.entry is not None and seen:
                     self._classify(part, each, experiments, elsewhere)
                     if part.kinds[each.contribution] in unsure:
                         undecided.append((part, each))
@@ -434,7 +436,9 @@ class Classifier:
             return
         triples = Triples(*filter(None, looks))
         for part, each in undecided:
-            if part.kinds[each.contribution] == "mixer" or self._moves(each, triples, thirds):
+            if not all(each.raw in it.sites for it in triples):
+                del part.kinds[each.contribution]
+            elif part.kinds[each.contribution] == "mixer" or self._moves(each, triples, thirds):
                 kind = self._mixing(each.raw, experiments, triples, thirds)
                 part.kinds[each.contribution] = kind
 
