@@ -146,11 +146,11 @@ def _arrivals(
             attachment.register([each], "forward", change, names=[".".join(key)])
         with observing(subject.model, see), attended() as calls:
             subject.forward()
+        after = {id(each.module): each for each in calls}
     except HookError:  # the model fails where it is written to
-        written.clear()
+        after = {}
     finally:
         attachment.release()
-    after = {id(each.module): each for each in calls}
     return {
         point: {
             name
