@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -68,14 +69,25 @@ def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = 
     Args:
         total: a tensor.
         terms: tensors of as many elements, or that broadcast to it.
-        fixed: multipliers; None, and those that are left out, are solved for.
-
+        fixed: multipliers; None, and those that are left out, are solved for. One that may be 1
+            as well, or -1, is.
     """
     eps = rounding(total, *terms)
     left = total.double().reshape(-1)
     columns = [_like(total, each) for each in terms]
     known = [*fixed, *[None] * (len(terms) - len(fixed))]
-    solved = _solved(left, columns, known, eps)
+    solved = _solved(left, columns, known)
+    found = _checked(left, columns, solved, eps)
+    for place, factor in enumerate(known):
+        if factor is None and found.equal:
+            solved[place] = math.copysign(1.0, solved[place])
+            rounded = _checked(left, columns, solved, eps)
+            found = rounded if rounded.equal and rounded.holds >= found.holds else found
+            solved = [*found.multipliers]
+    return found
+
+
+def _checked(left: Tensor, columns: Sequence[Tensor], solved: Sequence[float], eps: float) -> Fit:
     parts = [factor * column for factor, column in zip(solved, columns, strict=True)]
     right = torch.stack(parts).sum(0)
     error = (left - right).abs()
@@ -95,10 +107,8 @@ def _like(total: Tensor, term: Tensor) -> Tensor:
     return term.double().expand_as(total).reshape(-1)
 
 
-def _solved(
-    left: Tensor, columns: Sequence[Tensor], known: Sequence[float | None], eps: float
-) -> list[float]:
-    """Solves for the unknown multipliers by least squares; 1 where that is as good."""
+def _solved(left: Tensor, columns: Sequence[Tensor], known: Sequence[float | None]) -> list[float]:
+    """Solves for the unknown multipliers by least squares."""
     free = [place for place, factor in enumerate(known) if factor is None]
     rest = left.clone()
     for factor, column in zip(known, columns, strict=True):
@@ -114,8 +124,7 @@ def _solved(
             found = [0.0] * len(free)
     solved = [*known]
     for place, factor in zip(free, found, strict=True):
-        near = abs(abs(factor) - 1) <= 8 * eps
-        solved[place] = (1.0 if factor > 0 else -1.0) if near else factor
+        solved[place] = factor
     return [0.0 if factor is None else factor for factor in solved]
 
 

@@ -98,7 +98,8 @@ def _split(anatomist: Anatomist, found: list[list[Block]]) -> Iterator[list[Bloc
     for chain in found:
         start = 0
         for place, block in enumerate(chain):
-            stream = None if place == start else _other_stream(anatomist, block)
+            moved = place > start and _parent(block) != _parent(chain[place - 1])
+            stream = None if place == start else _other_stream(anatomist, block, moved=moved)
             if stream is not None:
                 yield chain[start:place]
                 chain[place] = block._replace(before=stream)
@@ -106,8 +107,16 @@ def _split(anatomist: Anatomist, found: list[list[Block]]) -> Iterator[list[Bloc
         yield chain[start:]
 
 
-def _other_stream(anatomist: Anatomist, block: Block) -> ObservedTensor | None:
-    """Returns the input to which a block adds, if it is not the one that its chain says."""
+def _parent(block: Block) -> str:
+    return block.path.rpartition(".")[0]
+
+
+def _other_stream(anatomist: Anatomist, block: Block, *, moved: bool) -> ObservedTensor | None:
+    """Returns the input to which a block adds, if it is not the one that its chain says.
+
+    Of a block that is not understood and stands elsewhere than the one before it, `moved`, the
+    first other input.
+    """
     taken = anatomist.look.sites[block.before].value
     size = anatomist.look.values[taken].numel()
     others = [
@@ -118,7 +127,7 @@ def _other_stream(anatomist: Anatomist, block: Block) -> ObservedTensor | None:
     if not others or not isinstance(anatomist.steps(block), str):
         return None
     adds = (it for it in others if not isinstance(anatomist.steps(block._replace(before=it)), str))
-    return next(adds, None)
+    return next(adds, others[0] if moved else None)
 
 
 def _taken_apart(anatomist: Anatomist, chain: list[Block]) -> _Apart:
