@@ -171,11 +171,11 @@ class _Joined(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns an error as text, with the notes that name hook and module."""
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def reason_of(error: BaseException) -> str:
     """Returns the reason of a failure, for the client of its request."""
-    return f"the plan of the request failed: {told(error)}"
+    return f"the plan of the request failed: {error_text(error)}"

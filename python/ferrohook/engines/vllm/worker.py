@@ -21,7 +21,7 @@ from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.planned import EnginePlans
-from ferrohook.engines.requests import EngineRequest, told
+from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
@@ -258,7 +258,7 @@ class RunnerWorker(EngineWorker):
 
     def _agree(self) -> None:
         if self._ranks is not None and self.requests:  # alike on all ranks
-            failed = {it.name: told(it.error) for it in self._failed if it.error is not None}
+            failed = {it.name: error_text(it.error) for it in self._failed if it.error is not None}
             for name, error in self._ranks.merged(failed).items():
                 self._fail_named(name, HookError(error))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.quantity.anatomy.equations import Fit
-    from ferrohook.quantity.anatomy.observe import Look, ModuleCall
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall, ObservedTensor
     from ferrohook.quantity.anatomy.stacks import Block
 
 _ONE: Final = 1.0
@@ -58,9 +58,16 @@ class Anatomist:
         self._model = model
         self.look = look
         self._norms: dict[str, bool] = {}
+        self._steps: dict[tuple[ObservedTensor, ObservedTensor], list[StreamStep] | str] = {}
 
     def steps(self, block: Block) -> list[StreamStep] | str:
         """Returns the steps from a block's input to its output; the reason if there are none."""
+        ends = block.before, block.after
+        if ends not in self._steps:
+            self._steps[ends] = self._searched(block)
+        return self._steps[ends]
+
+    def _searched(self, block: Block) -> list[StreamStep] | str:
         start = self.look.sites[block.before].value
         end = self.look.sites[block.after].value
         if start == end:

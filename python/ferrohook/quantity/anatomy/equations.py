@@ -122,10 +122,8 @@ def _solved(left: Tensor, columns: Sequence[Tensor], known: Sequence[float | Non
             found = torch.linalg.solve(gram, matrix @ rest).tolist()
         except RuntimeError:  # linearly dependent
             found = [0.0] * len(free)
-    solved = [*known]
-    for place, factor in zip(free, found, strict=True):
-        solved[place] = factor
-    return [0.0 if factor is None else factor for factor in solved]
+    unknown = iter(found)
+    return [next(unknown) if factor is None else factor for factor in known]
 
 
 class Terms:

@@ -25,7 +25,7 @@ class Stacks(NamedTuple):
     blocks: list[str]
     """Paths of the blocks of all."""
     ends: list[ObservedTensor]
-    """What the last block of each returns."""
+    """Sites of what the last block of each returns."""
 
 
 class _Apart(NamedTuple):

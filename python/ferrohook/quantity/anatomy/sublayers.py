@@ -235,7 +235,7 @@ class Tracer:
         if call is None:
             return
         followed.add(call.path)
-        # What a module takes that adds to the stream stays in the stream.
+        # Inputs of a module that adds to the stream stay in the stream.
         if not self._adds(call, contribution):
             for part, taken in call.inputs.items():
                 yield call.path, part, taken

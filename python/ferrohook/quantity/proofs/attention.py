@@ -114,10 +114,11 @@ def _written(modules: Mapping[str, Attended], subject: Subject) -> dict[str, set
     """
     if not modules:
         return {point: set() for point in POINTS}
-    found = _arrivals(modules, subject, [point for point in POINTS if point != "pattern"])
-    for point in POINTS:
-        if found.get(point, set()) != {*modules}:
-            found[point] = found.get(point, set()) | _arrivals(modules, subject, [point])[point]
+    together = [point for point in POINTS if point != "pattern"]
+    found = {"pattern": set[str](), **_arrivals(modules, subject, together)}
+    for point, names in found.items():
+        if names != {*modules}:
+            names.update(_arrivals(modules, subject, [point])[point])
     return found
 
 
