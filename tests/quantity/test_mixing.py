@@ -107,27 +107,60 @@ def test_a_position_wise_sublayer_is_an_mlp(tokens: int) -> None:
     assert names == ["@mlp_out.1"]
 
 
+SUBLAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attn": lambda: Attention(MASKS["causal"]),
+    "mlp": lambda: nn.Linear(WIDTH, WIDTH),
+    "mixer": Convolution,
+}
+
+
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_of_one_token_show_no_kind(rows: int) -> None:
-    for make in (lambda: Attention(MASKS["causal"]), lambda: nn.Linear(WIDTH, WIDTH)):
-        names, table = found(make, torch.randn(rows, 1, WIDTH))
-        assert not names
-        with pytest.raises(fh.SelectionError, match="no row of the example has two tokens"):
-            table["@mlp_out.1"]
+@pytest.mark.parametrize("kind", SUBLAYERS)
+def test_an_example_of_one_token_is_repeated(kind: str, rows: int) -> None:
+    names, _ = found(SUBLAYERS[kind], torch.randn(rows, 1, WIDTH))
+    assert names == [f"@{kind}_out.1"]
 
 
-def test_attention_of_transformers_is_attention_for_one_token() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        vocab_size=96,
-    )
-    table = fh.quantities(transformers.LlamaForCausalLM(config).eval(), torch.tensor([[5], [6]]))
-    assert table["@attn_out.1"].path == "model.layers.1.self_attn"
-    assert "@mlp_out.1" not in table
+@pytest.mark.parametrize("kind", SUBLAYERS)
+def test_a_model_that_takes_one_token_only_shows_no_kind(kind: str) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = SUBLAYERS[kind]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] == 1
+            out: Tensor = self.inner(x)
+            return out
+
+    names, table = found(One, torch.randn(2, 1, WIDTH))
+    assert not names
+    with pytest.raises(fh.SelectionError, match="no row of the example has two tokens"):
+        table["@mlp_out.1"]
+
+
+def test_a_mask_that_leaves_one_token_hides_no_attention() -> None:
+    """Another sublayer, which reads no mask, mixes tokens all the same."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = torch.empty(0)
+            self.blocks = nn.ModuleList(
+                Block(Attention(lambda _: self.seen) if n % 2 else Convolution()) for n in range(4)
+            )
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.seen = mask[:, None, None].bool() | torch.eye(mask.shape[1], dtype=torch.bool)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    mask = torch.tensor([[0, 0, 0, 1]])
+    table = fh.quantities(Masked().eval(), torch.randn(1, 4, WIDTH), mask)
+    kinds = [name for name in table if "_out" in name]
+    assert kinds == ["@mixer_out.0", "@attn_out.1", "@mixer_out.2", "@attn_out.3"]
 
 
 @pytest.mark.parametrize("tokens", [None, TOKENS, 1])

@@ -226,6 +226,34 @@ def test_a_model_that_recorded_hidden_states_before() -> None:
     assert torch.equal(acts["@resid_post.1"], own[2])
 
 
+class Bounded(nn.Module):
+    """An MLP with a norm inside and a norm behind: to a large input it adds nearly nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.outer = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(x + self.down(self.up(self.inner(x)).relu()))
+        return out
+
+
+def test_a_sublayer_with_a_norm_behind_is_no_norm() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Bounded(), Bounded()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x))
+            return out
+
+    torch.manual_seed(0)
+    table = fh.quantities(nn.Sequential(Block(), Block()), torch.randn(2, 5, 32))
+    assert "2 contributions" in table.missing["mlp_out.0"]
+
+
 class Scaled(nn.Module):
     """Block that scales the stream before each of its parts adds to it."""
 

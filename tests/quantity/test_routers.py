@@ -141,7 +141,10 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     ("square", "reason"),
-    [(True, r"weights = f\(router\) fails by \d\.\de"), (False, "are all equal, and tell nothing")],
+    [
+        (True, r"weights = f\(router\) fails by \d\.\de"),
+        (False, "are all equal, or 0, and tell nothing"),
+    ],
 )
 def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -> None:
     class Block(nn.Module):
@@ -159,6 +162,37 @@ def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -
     assert "@mlp_out.1" in table
     with pytest.raises(fh.SelectionError, match=reason):
         fh.capture(model, "@router.1")
+
+
+class Bare(nn.Module):
+    """A block with a router in its own code, and without a norm."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.gate, self.experts, self.size = nn.Linear(8, 4), Experts(), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        best = (self.gate(flat) * self.size).softmax(-1).topk(2, -1)
+        mixed: Tensor = self.experts(flat, best.indices, best.values)
+        return x + mixed.view_as(x)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_weights_that_are_saturated_prove_no_router(size: float) -> None:
+    torch.manual_seed(0)
+    table = fh.quantities(nn.Sequential(Bare(size), Bare(size)), torch.randn(2, 5, 8))
+    assert ("@router.1" in table) == (size == 1)
+
+
+def test_what_experts_take_is_read_and_not_written() -> None:
+    """The router takes the same of the stream, for itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Bare(1.0), Bare(1.0))
+    table = fh.quantities(model, torch.randn(2, 5, 8))
+    assert table["@mlp_in.1"].path == "1.experts"
+    assert not table["@mlp_in.1"].writable
+    assert table["@mlp_out.1"].writable
 
 
 class Scaling(nn.Module):

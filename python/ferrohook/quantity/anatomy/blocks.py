@@ -26,6 +26,8 @@ _ONE: Final = 1.0
 _TWO: Final = 2.5
 _NORM: Final = 1.2
 """Costs of the steps of an anatomy: of all, the one with the fewest terms is taken."""
+_SWAPPED: Final = 2
+"""Channels that are exchanged to tell a norm."""
 EQUATION: Final = "resid_pre + contributions = resid_post"
 NOTHING_ADDED: Final = "its output is a norm of its input, to which it adds nothing"
 MOST_VALUES: Final = 400
@@ -191,7 +193,8 @@ class Anatomist:
         """Returns True if a module divides its input by its size, and leaves channels apart.
 
         The output does not change with the size of the input; where two channels are exchanged,
-        it changes in these two alone; where one is enlarged, it changes in the others too.
+        it changes in these two alone; where one is enlarged, it changes in the others too. The
+        epsilon makes each row smaller by a factor, before the bias.
         """
         known = self._norms.get(call.path)
         if known is None:
@@ -238,22 +241,32 @@ class Anatomist:
         return self.look.values[value].view(sighting.shape)
 
     def _tested(self, call: ModuleCall) -> bool:
-        x = self._taken(call)
-        x = x * _exact_scale(x)
+        taken = self._taken(call)
+        if taken.shape[-1] <= _SWAPPED:
+            return False
+        x = taken * _exact_scale(taken)
         swapped, larger = x.clone(), x.clone()
-        swapped[..., :2] = x[..., :2].flip(-1)
+        swapped[..., :_SWAPPED] = x[..., :_SWAPPED].flip(-1)
         larger[..., 0] = x.norm(dim=-1)
-        tried = (x, x * 4, swapped, larger)
-        small, large, other, divided = (through(self._model, call.path, each) for each in tried)
+        tried = (x, x * 4, swapped, larger, taken, torch.zeros_like(x))
+        returned = [through(self._model, call.path, each) for each in tried]
+        small, large, other, divided, own, bias = returned
         if small is None or large is None or other is None or divided is None:
             return False
-        if small.shape != x.shape:
+        if own is None or bias is None or small.shape != x.shape:
             return False
         same_size = _close(small, large) and not _close(small, x)
-        apart = _close(small[..., 2:], other[..., 2:])
+        apart = _close(small[..., _SWAPPED:], other[..., _SWAPPED:])
         # A function of each element is not, however large they are: tanh, for example.
-        by_size = not _close(small[..., 2:], divided[..., 2:])
-        return same_size and apart and by_size and not _close(small[..., :2], other[..., :2])
+        by_size = not _close(small[..., _SWAPPED:], divided[..., _SWAPPED:])
+        moved = not _close(small[..., :_SWAPPED], other[..., :_SWAPPED])
+        if not (same_size and apart and by_size and moved):
+            return False
+        # A sublayer with its norm behind is no norm, though nothing that it adds is that large.
+        bias = bias.nan_to_num()
+        whole, own = small - bias, own - bias
+        factors = (own * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
+        return _close(own + bias, factors.nan_to_num() * whole + bias)
 
 
 def _exact_scale(x: Tensor) -> float:

@@ -271,6 +271,31 @@ def in_float32(subject: Subject) -> Subject:
     return Subject(model, example)
 
 
+def mixing(subject: Subject) -> Subject:
+    """Returns a subject whose example has tokens to mix; the same if it has them already.
+
+    A row of one token repeats it, and a mask, which has zeros and ones, leaves out no token.
+    """
+    changed = False
+
+    def extended(value: Tensor) -> Tensor:
+        nonlocal changed
+        if value.dim() < 2:  # noqa: PLR2004 (rows, tokens)
+            return value
+        if value.shape[1] == 1:
+            changed = True
+            return value.repeat(1, TOKENS, *[1] * (value.dim() - 2))
+        if value.dim() == 2 and value.unique().tolist() == [0, 1]:  # noqa: PLR2004 (as above)
+            changed = True
+            return torch.ones_like(value)
+        return value
+
+    args, kwargs = map_tensors(extended, subject.example[:2])
+    if not changed:
+        return subject
+    return Subject(subject.model, Example(args, kwargs, _shape_of(args, kwargs)))
+
+
 def _replace(model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
     """Replaces parameters of a structural copy; tied ones by one."""
     made: dict[nn.Parameter, nn.Parameter | None] = {}

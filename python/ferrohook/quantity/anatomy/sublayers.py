@@ -87,6 +87,8 @@ class BlockParts:
     """Kinds of its contributions: attention, cross, mixer or mlp."""
     moving: set[ObservedTensor] = dataclasses.field(default_factory=set)
     """Contributions that depend on what their sublayer takes."""
+    partly: set[ObservedTensor] = dataclasses.field(default_factory=set)
+    """Contributions of MLPs that depend on more of the stream than what their entry has."""
 
 
 @dataclasses.dataclass
@@ -352,7 +354,7 @@ class Experiments(NamedTuple):
     both: Look
     """At all, as in the two."""
     same: Look
-    """All tokens are equal."""
+    """All tokens are equal; the stream itself is another, which only an entry should read."""
 
 
 class Triples(NamedTuple):
@@ -393,9 +395,11 @@ class Classifier:
         clean = {site: self._look.tensor(site) for site in entries}
         # So that a change reaches no other sublayer by the stream.
         added = {each.contribution for part in stack.parts for each in part.sublayers}
-        added |= {part.block.before for part in stack.parts}
-        kept = {site: _replacing(self._look.tensor(site)) for site in added}
-        looks = [self._held(clean, change, kept) for change in (_some, _others, _all, _equal)]
+        starts = {part.block.before: self._look.tensor(part.block.before) for part in stack.parts}
+        kept = {site: _replacing(self._look.tensor(site)) for site in added | starts.keys()}
+        looks = [self._held(clean, change, kept) for change in (_some, _others, _all)]
+        moved = {site: _replacing(_all(tensor)) for site, tensor in starts.items()}
+        looks.append(self._held(clean, _equal, kept | moved))
         if not all(looks):
             return
         experiments = Experiments(*filter(None, looks))
@@ -405,21 +409,32 @@ class Classifier:
         masked = len([*given]) > 1
         # With a mask few tokens may be mixed, and be changed together.
         unsure = {"mixer", "mlp"} if masked else {"mixer"}
+        thirds = _Thirds(self._rows(stack))
         undecided: list[tuple[BlockParts, Sublayer]] = []
         for part in stack.parts:
             for each in part.sublayers:
                 # Another choice of experts passes other modules.
                 seen = all(each.raw in it.sites for it in (*experiments, elsewhere) if it)
                 if each.entry is not None and seen:
-                    self._classify(part, each, experiments, elsewhere)
+                    self._classify(part, each, experiments, elsewhere, thirds)
                     if part.kinds[each.contribution] in unsure:
                         undecided.append((part, each))
         if undecided:
-            self._decide(undecided, clean, kept, experiments)
+            self._decide(undecided, clean, kept, experiments, thirds)
         if masked and not self._mixed:  # the mask may leave each token alone
             for part in stack.parts:
                 mlps = [site for site, kind in part.kinds.items() if kind == "mlp"]
                 part.kinds |= dict.fromkeys(mlps, "unmixed")
+
+    def _rows(self, stack: BlockStack) -> tuple[int, int] | None:
+        """Returns how many rows and tokens a stack's stream has: a decoder's are not the example's.
+
+        Where modules see positions of all rows in one dimension, the example tells.
+        """
+        stream = self._look.tensor(stack.parts[0].block.before)
+        if stream.dim() == 3:  # noqa: PLR2004 (rows, tokens, width)
+            return stream.shape[0], stream.shape[1]
+        return self._subject.example.shape
 
     def _decide(
         self,
@@ -427,9 +442,9 @@ class Classifier:
         clean: Mapping[ObservedTensor, Tensor],
         kept: Writes,
         experiments: Experiments,
+        thirds: _Thirds,
     ) -> None:
         """Finds what sublayers are that mix tokens, or may."""
-        thirds = _Thirds(self._subject.example.shape)
         changes = thirds.moved(0), thirds.moved(1), thirds.moved(0, 1), thirds.exchanged
         looks = [self._held(clean, change, kept) for change in changes]
         if not all(looks):
@@ -454,7 +469,12 @@ class Classifier:
         return moves
 
     def _classify(
-        self, part: BlockParts, each: Sublayer, looks: Experiments, elsewhere: Look | None
+        self,
+        part: BlockParts,
+        each: Sublayer,
+        looks: Experiments,
+        elsewhere: Look | None,
+        thirds: _Thirds,
     ) -> None:
         """Finds the kind of a contribution; `mixer` if it mixes tokens in any way."""
         site = each.contribution
@@ -469,10 +489,12 @@ class Classifier:
             part.kinds[site] = "cross"
         elif self._attends(each):
             part.kinds[site] = "attention"
-        elif self._single(own):
+        elif thirds.tokens(own) == 1:
             part.kinds[site] = "unmixed"
         elif not mixes:
             part.kinds[site] = "mlp" if site in part.moving else "constant"
+            if bool(_changed(_equal(own), looks.same.tensor(each.raw)).any()):
+                part.partly.add(site)
         else:
             part.kinds[site] = "mixer"
 
@@ -497,16 +519,12 @@ class Classifier:
         if _is_average(looks.same.tensor(site)):
             return "attention" if coupled else "mixer" if shown else "unclear"
         if not shown:
-            short = _tokens(own, self._subject.example.shape) <= 2  # noqa: PLR2004 (no third one)
+            short = thirds.tokens(own) <= 2  # noqa: PLR2004 (no third one)
             return "unclear" if coupled or short else "mixer"
         coupled = bool(_changed(both, first + second - own)[takes_two].any())
         seen = takes_two & thirds.last(own)
         ordered = not bool(seen.any()) or bool(_changed(own, exchanged)[seen].any())
         return "attention" if coupled and not ordered else "mixer"
-
-    def _single(self, contribution: Tensor) -> bool:
-        """Returns True if no row of the example has two tokens."""
-        return _tokens(contribution, self._subject.example.shape) == 1
 
     def _attends(self, sublayer: Sublayer) -> bool:
         """Returns True if it goes through a function that models call as attention."""
@@ -568,22 +586,21 @@ def _all(tensor: Tensor) -> Tensor:
     return noise(1.0)(tensor.reshape(-1, tensor.shape[-1])).reshape(tensor.shape)
 
 
-def _tokens(tensor: Tensor, shape: tuple[int, int] | None) -> int:
-    """Returns the number of tokens in a row of a tensor; `shape` is the example's."""
-    if shape is not None and math.prod(shape) == tensor.numel() // tensor.shape[-1]:
-        return shape[1]
-    return tensor.shape[-2]
-
-
 class _Thirds:
     """Changes of the first and the second of each three tokens in a row.
 
     Args:
-        shape: rows and tokens of the example; None if they are not known.
+        shape: rows and tokens of the stream; None if they are not known.
     """
 
     def __init__(self, shape: tuple[int, int] | None) -> None:
         self._shape = shape
+
+    def tokens(self, tensor: Tensor) -> int:
+        """Returns the number of tokens in a row of a tensor."""
+        if self._shape is not None and math.prod(self._shape) == tensor.numel() // tensor.shape[-1]:
+            return self._shape[1]
+        return tensor.shape[-2]
 
     def chosen(self, tensor: Tensor, *which: int) -> Tensor:
         """Chooses positions by their places in each three."""
@@ -595,7 +612,7 @@ class _Thirds:
 
     def last(self, tensor: Tensor) -> Tensor:
         """Chooses the last of the last three tokens of each row."""
-        tokens = _tokens(tensor, self._shape)
+        tokens = self.tokens(tensor)
         return self._places(tensor) == tokens // 3 * 3 - 1
 
     def exchanged(self, tensor: Tensor) -> Tensor:
@@ -607,7 +624,7 @@ class _Thirds:
         return flat[order].reshape(tensor.shape)
 
     def _places(self, tensor: Tensor) -> Tensor:
-        return torch.arange(tensor.numel() // tensor.shape[-1]) % _tokens(tensor, self._shape)
+        return torch.arange(tensor.numel() // tensor.shape[-1]) % self.tokens(tensor)
 
 
 def _equal(tensor: Tensor) -> Tensor:

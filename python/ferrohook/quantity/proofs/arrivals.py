@@ -90,6 +90,8 @@ def _check_part(check: Checks, stack: BlockStack, part: BlockParts) -> None:
             if states[entry.state] in part.results[:-1]:
                 entered.append(f"{prefix}resid_mid.{index}")
             check.enters(entered, states[entry.state], entry)
+            if each.contribution in part.partly:
+                check.fail(entered[:1])
         if each.last is not None:
             inner = {"attn": "z", "mlp": "mlp_act"}.get(str(title))
             check.projects(f"{prefix}{inner}.{index}", each)

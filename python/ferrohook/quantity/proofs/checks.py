@@ -64,7 +64,7 @@ class Checks:
                 self._compare(names, self._before(site), state)
                 state = self._after(site)
         if state is None:
-            self._fail(names)
+            self.fail(names)
 
     def enters(self, names: list[str], state: ObservedTensor, entry: Entry) -> None:
         """Checks what a sublayer takes of the stream."""
@@ -88,7 +88,7 @@ class Checks:
         """Checks how the stream begins."""
         embed = self._after(began.embed)
         if embed is None:
-            self._fail([name])
+            self.fail([name])
             return
         state: Tensor | None = embed
         for path in began.first:
@@ -129,7 +129,7 @@ class Checks:
 
     def _compare(self, names: list[str], one: Tensor | None, other: Tensor | None) -> None:
         if one is None or other is None:
-            self._fail(names)
+            self.fail(names)
             return
         residual = differ(one, other)
         for name in names:
@@ -137,7 +137,8 @@ class Checks:
         if not residual <= tolerance(one, other):
             self.failed |= {*names}
 
-    def _fail(self, names: list[str]) -> None:
+    def fail(self, names: list[str]) -> None:
+        """Notes that nothing arrives by these names."""
         self.failed |= {*names}
 
 

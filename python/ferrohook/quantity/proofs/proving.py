@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,7 @@ from ferrohook.quantity.anatomy.subjects import (
     example_of,
     in_float32,
     make_generic,
+    mixing,
     structural_copy,
 )
 from ferrohook.quantity.anatomy.sublayers import TITLES, Classifier
@@ -146,7 +148,7 @@ class _ModelProver:
     def findings(self) -> Findings:
         stacks, failures, self._blocks, ends = stacks_of(self._anatomist)
         self._missing |= {f"{prefix}resid_post": it for prefix, it in failures.items()}
-        classifier = Classifier(self._subject, self._look, self._heads)
+        classifier = Classifier(*self._mixing(), self._heads)
         for stack in stacks:
             classifier.classify(stack, [it for it in ends if it != stack.parts[-1].block.after])
         for stack in stacks:
@@ -163,6 +165,16 @@ class _ModelProver:
             for each in self._proved:
                 each.writable |= each.name in arrived
         return Findings(self._proved + self._inside, self._missing, self._subject.example)
+
+    def _mixing(self) -> tuple[Subject, Look]:
+        """Returns a subject and a look at it that show which sublayers mix tokens, if one does."""
+        subject = mixing(self._subject)
+        if subject is not self._subject:
+            with contextlib.suppress(HookError):  # the model may take no such example
+                look = subject.look()
+                if look.sites.keys() >= self._look.sites.keys():
+                    return subject, look
+        return self._subject, self._look
 
     def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix

@@ -29,7 +29,7 @@ NO_ROUTER: Final = (
     "no module takes the numbers and weights of the experts, a row for each position, so that "
     "weights = f(router) cannot be checked"
 )
-_EQUAL: Final = "the weights of its experts are all equal, and tell nothing of their router"
+_EQUAL: Final = "the weights of its experts are all equal, or 0, and tell nothing of their router"
 FUSED: Final = "each token goes through experts of its own, in whose code the last projections are"
 
 SEVERAL: Final = "the block has several mixtures of experts"
@@ -106,8 +106,9 @@ def router_of(look: Look, prefix: str) -> Routed | str:
     for shares in (False, True):
         for each in found:
             weights = _shares(each.weights) if shares else each.weights
-            limit = SIGNIFICANT * tolerance(weights)
-            if float(weights.std(correction=0)) <= limit * float(weights.abs().max()):
+            limit = SIGNIFICANT * tolerance(weights) * float(weights.abs().max())
+            # Of weights that are saturated, 1 and 0, nearly any logits are the router.
+            if not float(weights[weights.abs() > limit].std(correction=0)) > limit:
                 if shares:
                     continue
                 return _EQUAL
