@@ -19,7 +19,7 @@ from benches.engine_rows import HEADS, MODEL, NEW, REQUESTS, ROUNDS, SIZES, prin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SEAMS = {
+WRAPPED = {
     "managers.scheduler.Scheduler": ("_add_request_to_queue",),
     "managers.schedule_batch.Req": ("_compute_max_prefix_len",),
     "model_executor.forward_batch_info.ForwardBatch": ("init_new",),
@@ -53,7 +53,7 @@ def without(local: Any) -> Iterator[None]:
     from pkgutil import resolve_name  # noqa: PLC0415
 
     taken = []
-    for path, names in SEAMS.items():
+    for path, names in WRAPPED.items():
         owner = resolve_name(f"sglang.srt.{path}")
         for name in names:
             wrapped = vars(owner)[name]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
 COMPILED = ("no plans", "all steered in all layers", "the same, to the engine with no plans")
-SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
+WRAPPED = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
 
 def main(rounds: int = ROUNDS, pairs: int = 5) -> None:
@@ -97,7 +97,7 @@ def serve_compiled(folder: Path, *, has_sites: bool) -> None:
 def without(llm: Any, run: Callable[[], float]) -> float:
     """Runs with the runner as vLLM made it."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    taken = {name: vars(runner).pop(name) for name in SEAMS}
+    taken = {name: vars(runner).pop(name) for name in WRAPPED}
     try:
         return run()
     finally:

@@ -5,8 +5,8 @@
 The input, one text per line, is cut into parts, always in the same way. Each part is a `LocalStore`
 below `--out`, written by one of Ray Data's actors. So the files have the same bytes whichever actor
 wrote them, also with `--actors 0`: this process alone, without Ray. After any interruption the same
-command resumes: it makes the batches that are missing, those of deleted files too. With another
-input, model, selection or size it is refused.
+command resumes: it recomputes missing batches, including those whose files were deleted. With
+another input, model, selection or size it is refused.
 
     python examples/harvest_ray.py --vllm --model DIR --select 'model.layers.*' --input texts.txt
 
@@ -129,9 +129,9 @@ class Harvester:
 
 
 class EngineModel(nn.Module):
-    """Stands for a model in vLLM: its modules return what the engine captured of prompts.
+    """Stands for a model in vLLM: its modules return the engine's captures of prompts.
 
-    Names, parameters and buffers are those of the engine's model, so `collect` stores and resumes
+    Names, parameters and buffers equal the engine's model's, so `collect` stores and resumes
     as with any model.
 
     Args:

@@ -1,6 +1,6 @@
 """Writes docs/llms.txt: the whole API in one file of text, for language models.
 
-`python script/llms.py` writes it; a test compares it with what it would write.
+`python script/llms.py` writes it; a test compares the file with its output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INTRODUCTION = """\
 - `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
   prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
   plan is JSON: `to_json`, `from_json`.
-- `fh.hooks(model)` lists what is registered for everybody, `fh.clear(model)` removes it.
+- `fh.hooks(model)` lists the global hooks, `fh.clear(model)` removes it.
 - Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
   what was expected.
 - Pages: tutorial.md, choosing.md, recipes/, plans.md, rows.md, threads.md, serving.md,

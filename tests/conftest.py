@@ -95,7 +95,7 @@ def switch_often() -> Iterator[None]:
 
 @pytest.fixture
 def collect_cheaply() -> None:
-    """Has collections in a test skip what is there before it."""
+    """Has collections in a test skip all earlier objects."""
     gc.collect()
     gc.freeze()
 
@@ -112,13 +112,13 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Has collections in tests skip what was imported: a million objects took half a second."""
+    """Has collections in tests skip imported objects: a million took half a second."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Lets the interpreter free what was imported, as its extensions look for leaks at exit."""
+    """Lets the interpreter free imported objects, as its extensions look for leaks at exit."""
     gc.unfreeze()
 
 

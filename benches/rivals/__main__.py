@@ -19,7 +19,7 @@ from benches.rivals.systems import SYSTEMS, system_of
 
 
 def main() -> None:
-    """Plays what the arguments name."""
+    """Plays the scenes and systems that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m benches.rivals", description=__doc__)
     parser.add_argument("scene", nargs="?", choices=[*SCENES, "all"], help="one scene, or all")
     parser.add_argument("system", nargs="?", choices=SYSTEMS, help="one system, in this process")

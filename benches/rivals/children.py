@@ -20,7 +20,7 @@ ENVIRONMENTS: Final = {
     "nnterp": (".venv-rivals-nnterp", ["nnterp", "nnsight<0.8", "numpy", "torch"]),
     "ferrohook": (".venv", []),
 }
-"""Environment of a system, and what is installed there; that of `make build` is there."""
+"""Environment of a system and its packages; the one of `make build` is there already."""
 PACKAGES: Final = ["nnsight", "tdhook", "torch", "transformer-lens", "transformers"]
 """Of the environment of the others, in their newest releases."""
 SECONDS: Final = 1_200

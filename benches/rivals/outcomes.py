@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class AbsentError(Exception):
-    """A system does not have what a scene needs; the message tells what."""
+    """A system lacks a feature that a scene needs; the message names it."""
 
 
 @dataclasses.dataclass

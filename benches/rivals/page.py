@@ -56,7 +56,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def caveats(found: Mapping[str, Any]) -> str:
-    """Returns the systems' ways and caveats, and the reasons for what is absent."""
+    """Returns the systems' ways and caveats, and the reasons for absent scenes."""
     lines = []
     for name, system in found["systems"].items():
         lines.append(f"**{system['package']} {system['version']}**: {system['way']}.\n")

@@ -327,7 +327,7 @@ def compiled(system: type[System], outcome: Outcome) -> None:
     "nnsight#630; every ResNet of torchvision (`nn.ReLU(inplace=True)`)",
 )
 def in_place(system: type[System], outcome: Outcome) -> None:
-    """A capture is what the module returned."""
+    """A capture equals the module's output."""
     playing = system()
     for number in range(16):
         torch.manual_seed(number)

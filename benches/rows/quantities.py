@@ -24,7 +24,7 @@ MILLISECONDS = 1e3
 
 def large_llama() -> Any:
     """Makes a Llama of about 300 modules."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (a group of its own)
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (an optional group)
 
     torch.manual_seed(0)
     config = LlamaConfig(

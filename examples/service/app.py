@@ -233,7 +233,7 @@ def observing(service: Service) -> APIRouter:
 
 
 def checking(service: Service) -> APIRouter:
-    """Creates the endpoints that say what the service can do, and whether it does."""
+    """Creates the endpoints for capabilities and health."""
     router = APIRouter()
     settings = service.settings
 

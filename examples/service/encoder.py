@@ -196,7 +196,7 @@ def split(computed: Embedded, rows: slice) -> Embedded:
 
 
 def without_padding(output: Tensor, computed: Embedded, job: Job) -> Tensor:
-    """Removes the tokens by which other requests of the forward are longer."""
+    """Removes the padding that longer requests of the forward caused."""
     if output.dim() > 1 and output.shape[1] == computed.width:
         return output[:, : job.width]
     return output

@@ -161,7 +161,7 @@ class Capabilities(BaseModel):
     reductions: list[str]
     max_texts: int = MAX_TEXTS
     max_tokens: int
-    """Of one text; what is longer is cut off."""
+    """Of one text; longer texts are cut off."""
     max_entries: int = MAX_ENTRIES
     max_selectors: int = MAX_SELECTORS
     max_body: int

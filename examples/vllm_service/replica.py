@@ -1,4 +1,4 @@
-"""`Replica`: an OpenAI server of vLLM with ferrohook's plug-in, in a process of its own."""
+"""`Replica`: an OpenAI server of vLLM with ferrohook's plug-in, in a separate process."""
 
 from __future__ import annotations
 

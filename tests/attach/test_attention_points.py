@@ -59,7 +59,7 @@ def captured(model: Any, point: AttentionPoint, **options: Any) -> Tensor:
 
 
 class Recorder:
-    """Attention function that stores what it got and returned."""
+    """Attention function that stores its arguments and results."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
@@ -193,7 +193,7 @@ def test_gradients_arrive_at_points_and_are_written(llama: Any) -> None:
     llama(inputs_embeds=embedded)[0].square().sum().backward()
     for handle in handles:
         handle.remove()
-    # The pattern's are those of eager attention, by autograd alone.
+    # The pattern's equal eager attention's, from autograd only.
     with implemented(llama, "eager"):
         output = llama(inputs_embeds=embedded, output_attentions=True)
         (expected,) = torch.autograd.grad(output.logits.square().sum(), output.attentions[1])

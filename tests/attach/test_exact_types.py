@@ -65,7 +65,7 @@ def test_a_subclass_of_the_instrumented_class_equals_only_itself(hooked: nn.Sequ
     class Mine(cls):  # type: ignore[misc, valid-type]
         pass
 
-    assert Mine == Mine  # noqa: PLR0124 (equality is what is tested)
+    assert Mine == Mine  # noqa: PLR0124 (the test compares them)
     assert Mine != cls
     assert Mine != nn.ReLU
 
@@ -117,11 +117,11 @@ class Inspecting(Scaled):
 
 
 class AbstractInspecting(abc.ABC, Inspecting):
-    """Has a metaclass of its own."""
+    """Class with a custom metaclass."""
 
 
 class AbstractScaled(abc.ABC, ScaledMore):
-    """Has a metaclass of its own."""
+    """Class with a custom metaclass."""
 
 
 @compiled

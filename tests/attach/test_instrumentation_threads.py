@@ -89,7 +89,7 @@ def test_threads_share_the_generated_class_of_a_plain_one(hooked: Any) -> None:
 
 
 def test_threads_that_change_classes_leave_the_garbage_collector_as_it_is() -> None:
-    # In a process of its own, as audit hooks stay. CPython calls them for each change of class.
+    # In a separate process, as audit hooks stay. CPython calls them for each change of class.
     code = """
 import gc
 gc.disable()  # as this thread left it

@@ -264,7 +264,7 @@ def test_the_name_of_the_model_in_tables_is_a_key() -> None:
     assert "Sequential" in repr(acts)
     assert acts["Sequential"] is acts[""]
     assert torch.equal(acts["Sequential"], out)
-    assert "Sequential" not in acts  # names are those of modules
+    assert "Sequential" not in acts  # names are the modules'
     with fh.capture(model, "0") as acts:
         model(torch.ones(2))
     with pytest.raises(fh.SelectionError):

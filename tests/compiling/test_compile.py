@@ -29,7 +29,7 @@ def graphs() -> int:
 
 
 class OwnForward(nn.Sequential):
-    """Model with a forward of its own: torch 2.13 compiles none of torch's in place."""
+    """Model with its own forward: torch 2.13 compiles none of torch's in place."""
 
     def forward(self, input: Tensor) -> Any:
         return super().forward(input)
@@ -328,7 +328,7 @@ def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Com
     assert close(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
 
 
-# Backends of AOT call modules of their own, which have the global hooks too.
+# AOT back ends call their own modules, which have the global hooks too.
 @pytest.mark.parametrize("instrumented", ["eager"], indirect=True)
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
 def test_a_global_hook_dict_that_is_replaced_takes_effect(

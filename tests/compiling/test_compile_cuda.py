@@ -79,7 +79,7 @@ def test_a_vector_is_copied_to_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
             entries = [fh.on(str(layer), change) for layer, change in enumerate(changes)]
             with fh.Plan(*entries).prepare(on_gpu) as prepared, prepared.open():
                 if seed == 0:
-                    compiled(there)  # traced: waits for what a trace asks
+                    compiled(there)  # traced: waits for the trace's questions
                 with monkeypatch.context() as patch, waits() as found:
                     patch.setattr(Tensor, "pin_memory", pin_memory)
                     first = compiled(there)
@@ -185,7 +185,7 @@ class Replayed(nn.Module):
             with torch.cuda.graph(self.graph):
                 self.outputs = self.part(*self.inputs)
         for own, each in zip(self.inputs, args, strict=True):
-            if own.is_cuda:  # what was read from the host is part of the graph
+            if own.is_cuda:  # the value read from the host is part of the graph
                 own.copy_(each)
         self.graph.replay()
         return self.outputs

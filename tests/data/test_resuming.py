@@ -1,4 +1,4 @@
-"""`collect` resumes a run over what it was made of alone, and makes again what is missing."""
+"""`collect` resumes a run only over the same model and data, and recomputes missing batches."""
 
 from __future__ import annotations
 

@@ -476,7 +476,7 @@ def test_a_fork_does_not_write(tmp_path: Path) -> None:
             fh.data.StoreError, match=f"in process {os.getppid()}, which this one was"
         ):
             store.put("run", 1, "layer", {})
-        assert store.completed("run") == []  # reads what is written, and waits for nothing
+        assert store.completed("run") == []  # reads the written batches, and waits for none
         store.close()
 
     with LocalStore(tmp_path) as store:

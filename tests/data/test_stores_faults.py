@@ -178,7 +178,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o055)  # lets the user nobody reach the folder
+        parent.chmod(parent.stat().st_mode | 0o055)  # lets another user reach the folder
     (tmp_path / "file").touch()
     with nobody():
         for folder in (locked, locked / "below", tmp_path / "file", tmp_path / "file" / "below"):

@@ -1,4 +1,4 @@
-"""The wrong-answers suite: its page is that of its last run, and it tells right from wrong."""
+"""The wrong-answers suite: its page shows its last run, and it tells right from wrong."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Elsewhere(Tensor):
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
-    """Equal values in every layout that has a read path of its own."""
+    """Equal values in every layout with a separate read path."""
     odd = torch.empty(x.nbytes + 1, dtype=torch.uint8)
     odd[1:] = x.flatten().view(torch.uint8)
     return {
@@ -169,7 +169,7 @@ def test_masked_values_do_not_count(layout: torch.layout) -> None:
 
 
 class Pair(Tensor):
-    """Computes through the tensor it wraps; has no data of its own."""
+    """Computes through the tensor it wraps; has no data."""
 
     inner: Tensor
 

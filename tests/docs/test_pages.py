@@ -1,4 +1,4 @@
-"""Pages of the documentation run, print what they show, and hold what they say."""
+"""Pages of the documentation run, print what they show, and keep their promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes run, print what they show, and show what they say."""
+"""Recipes run and print the output that they show, and their claims hold."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def attribution_patching(names: Names) -> None:
     estimate, effects = names["estimate"], names["effects"]
     assert estimate.shape == effects.shape == (7, TOKENS)
     assert torch.equal(estimate.argmax(-1), effects.argmax(-1))
-    # A small step along the change is what the gradient says.
+    # A small step along the change agrees with the gradient.
     model, clean, corrupted = names["model"], names["clean"], names["corrupted"]
     name, step = "@resid_post.5", 1e-2
     change = step * (clean[name] - corrupted[name]).detach()

@@ -115,7 +115,7 @@ def test_a_vector_of_the_models_type_and_device_is_not_copied_in_a_graph(
     call = torch.compile(model, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
     with torch.no_grad(), fh.register(model, ["embed", "head"], intervention):
         assert torch.allclose(call(x), expected(plain, intervention, x))
-    used = 1 if kind == "replace" else 2  # nothing is left of what the second one replaces
+    used = 1 if kind == "replace" else 2  # the second one overwrites the first
     assert len(copies) == (0 if dtype == torch.float32 else used)
 
 

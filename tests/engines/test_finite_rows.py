@@ -33,7 +33,7 @@ def test_watched_rows_alone_are_cleaned(dtype: torch.dtype) -> None:
     rows = torch.randn(1, 2, 4, 8).to(dtype)
     large = min(1e25, torch.finfo(dtype).max)  # its square overflows in float32
     rows[0, 0, 2, 3] = large
-    rows[0, 1, 3, 0] = torch.nan  # nobody's that is watched
+    rows[0, 1, 3, 0] = torch.nan  # of an unwatched row
     watched = WatchedRows(OURS)
     cleaned = watched.clean(rows, 2, "keys")
     torch.testing.assert_close(cleaned, rows, rtol=0, atol=0, equal_nan=True)

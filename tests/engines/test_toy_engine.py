@@ -1,4 +1,4 @@
-"""The toy engine of docs/engines.md: each answer is what the request gives alone."""
+"""The toy engine of docs/engines.md: each answer equals the request's answer when it runs alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(toy: dict[str, Any]) -> Any:
 
 
 def alone(model: Any, request: Any, vector: Tensor | None, at: str | None) -> Tensor:
-    """Checks the text of a request by hand; returns what a layer gives for its tokens."""
+    """Checks the text of a request by hand; returns a layer's output for its tokens."""
     kept = []
 
     def hook(_module: object, _args: object, output: Tensor) -> Tensor:

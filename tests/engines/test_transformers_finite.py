@@ -32,7 +32,7 @@ NEW = 6
 
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
-    # Its layers write over what they have read: a step cannot be run twice.
+    # Its layers overwrite their input: a step cannot be run twice.
     "sliding": MistralConfig(**SIZES, sliding_window=8),
     # LayerNorm makes NaN of large numbers, RMSNorm zero.
     "gpt2": GPT2Config(

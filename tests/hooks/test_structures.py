@@ -37,7 +37,7 @@ def packed(x: Tensor) -> PackedSequence:
     return pack_padded_sequence(x[None].expand(2, *x.shape), torch.tensor([3, 1]), batch_first=True)
 
 
-# The structure around tensors, and the path of one of them by which the loss is computed.
+# The structure around tensors, and the path of the one that gives the loss.
 STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "tuple": (lambda y: (y, y * 2), 1),
     "list": (lambda y: [y, y * 2], 0),
@@ -118,7 +118,7 @@ def step_of(path: Any) -> tuple[Any, Any]:
 
 
 def place_of(value: Any, step: Any) -> int:
-    """Index of an item among those of a structure."""
+    """Index of an item in a structure."""
     if isinstance(step, int):
         return step
     if isinstance(value, PackedSequence):

@@ -131,7 +131,7 @@ def test_an_interrupt_restores_the_model(act: Callable[[nn.Module], None]) -> No
 
 
 def test_an_interrupt_in_an_audit_hook_restores_the_model() -> None:
-    # In a process of its own, as audit hooks stay. CPython calls them for each change of class.
+    # In a separate process, as audit hooks stay. CPython calls them for each change of class.
     code = """
 changes = 0
 

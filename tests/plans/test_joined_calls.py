@@ -80,7 +80,7 @@ def check(request: fh.Request, model: Any, texts: Tensor, lengths: list[int], by
 )
 @pytest.mark.parametrize("prompts", [1, 2])
 @pytest.mark.parametrize("read", [False, True])
-def test_a_request_that_generates_has_the_tokens_of_all_steps(  # noqa: PLR0913, PLR0917 (what is drawn)
+def test_a_request_that_generates_has_the_tokens_of_all_steps(  # noqa: PLR0913, PLR0917 (drawn arguments)
     model: Any, at: Any, by_hand: Any, options: dict[str, Any], prompts: int, read: bool
 ) -> None:
     if prompts > 1 and "prompt_lookup_num_tokens" in options:

@@ -1,4 +1,4 @@
-"""What entries of plans need, and the judges of those who do not serve everything."""
+"""Needs of the entries of plans, and back ends that serve some of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="the judge of batchers is in the group service")
+pytest.importorskip("fastapi", reason="batchers are in the group service")
 
 import ferrohook as fh
 from ferrohook.detectors import NormDetector
@@ -55,9 +55,9 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize(("entry", "needs", "refusing"), ENTRIES)
-def test_needs_and_judges(entry: Any, needs: set[str], refusing: set[str]) -> None:
+def test_needs_and_back_ends(entry: Any, needs: set[str], refusing: set[str]) -> None:
     assert entry.needs == needs
-    assert {name for name, judge in ALL.items() if judge.refusal(entry)} == set(refusing)
+    assert {name for name, back_end in ALL.items() if back_end.refusal(entry)} == set(refusing)
 
 
 def test_a_judge_refuses_what_it_does_not_know() -> None:
@@ -77,9 +77,9 @@ def test_all_needs_are_known() -> None:
     assert {each.kind for each in (fh.Add, fh.Scale, fh.Ablate, fh.Clamp, fh.Replace, fh.Zero)} <= (
         NEEDS
     )
-    for judge in ALL.values():
-        assert judge.serves <= NEEDS
-        assert judge.reasons.keys() <= NEEDS - judge.serves
+    for back_end in ALL.values():
+        assert back_end.serves <= NEEDS
+        assert back_end.reasons.keys() <= NEEDS - back_end.serves
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ Step = tuple[Any, ...]
 
 
 class Opened:
-    """Hooks that a context entered, and what the oracle captured for them."""
+    """Hooks that a context entered, and the oracle's captures for them."""
 
     def __init__(self, entries: list[Any], rank: int, scope: Any) -> None:
         self.entries = entries
@@ -271,7 +271,7 @@ class Run:
                         key: Any = key_of(entry, rank)
                     elif behind := neighbours(opened.entries, place, name)[1]:
                         # Just ahead of the first change behind it; of its priority, or of the one
-                        # above if that change goes ahead of all of its own.
+                        # above if that change goes ahead of all its changes.
                         priority, appended, _ = min(behind)
                         key = (priority if appended else priority - 1, True, rank)
                     else:

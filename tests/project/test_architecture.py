@@ -85,7 +85,7 @@ def names_of_others() -> set[str]:
 
 
 def python_sources() -> dict[str, str]:
-    """Sources of the package by module name; those of a stub belong to its module."""
+    """Sources of the package by module name; a stub's belong to its module."""
     sources: dict[str, str] = {}
     for path in sorted((PYTHON / FRONT).rglob("*.py*")):
         if path.suffix in {".py", ".pyi"}:
@@ -120,7 +120,7 @@ def of_the_package(module: str | None) -> bool:
 
 
 def imported_by_string(tree: ast.AST, modules: Iterable[str]) -> set[str]:
-    """Modules that `import_module` may mean; what is put into a name is a string of the file."""
+    """Modules that `import_module` may mean; a name's values are strings of the file."""
     nodes = [*ast.walk(tree)]
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
     found = set()
@@ -351,7 +351,7 @@ def rust_files() -> dict[str, Path]:
 
 
 def rust_paths(source: str) -> Iterator[tuple[str, list[str]]]:
-    """Each path that a file names: the root of it, and the segments; those of a list one by one."""
+    """Each path that a file names: the root of it, and the segments; a list's items one by one."""
     source = INLINE_TESTS.sub("", COMMENT.sub("", source))
     for found in PATH.finditer(source):
         segments = [segment for segment in found["path"].split("::") if segment]
@@ -381,7 +381,7 @@ def in_braces(source: str, begin: int) -> list[list[str]]:
 
 
 def rust_arrows(files: Mapping[str, str]) -> Arrows:
-    """The files that each file of these sources uses; what is in none of them is in the front."""
+    """The files that each file of these sources uses; an unknown name is in the front."""
     arrows: Arrows = {}
     for user, source in files.items():
         crate, *inside = user.split("::")

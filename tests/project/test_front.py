@@ -14,7 +14,7 @@ import ferrohook as fh
 from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 
 ROOT = Path(__file__).parents[2]
-# In processes of their own, as other tests look up lazy names.
+# In separate processes, as other tests look up lazy names.
 LISTS = """
 import ferrohook as fh
 names = dir(fh)

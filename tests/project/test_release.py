@@ -210,7 +210,7 @@ jobs:
 
 @pytest.fixture
 def run_workflow(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs jobs of a workflow of its own; returns the status and the output."""
+    """Runs jobs of a made-up workflow; returns the status and the output."""
     path = tmp_path / "ci.yml"
     path.write_text(STEPS)
 

@@ -152,7 +152,7 @@ def test_a_table_is_kept_until_the_modules_change_and_goes_with_the_model(models
 
 
 class Factors(nn.Module):
-    """Block whose multipliers are numbers of its own and of a configuration."""
+    """Block whose multipliers are attributes and values of a configuration."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

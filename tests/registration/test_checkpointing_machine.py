@@ -123,7 +123,7 @@ class Script:
 
     hooks: list[Spec]
     planned: list[tuple[str, str]]
-    """Kinds and places of a plan, whose request is entered; those that a plan takes."""
+    """Kinds and places of a plan, whose request is entered, of the kinds that a plan takes."""
     capture: tuple[str, bool, bool, str] | None
     """Place, `inputs`, `detach` and `copy`."""
     capture_left: bool

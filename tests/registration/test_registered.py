@@ -1,4 +1,4 @@
-"""`hooks` and `clear`: what is registered for everybody, where, and how it goes."""
+"""`hooks` and `clear`: global hooks, where they were registered, and how they go."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ LAYOUTS = ("rows", "columns", "left", "right")
     copy=st.sampled_from(["checked", "clone", "ref"]),
     dtype=st.sampled_from([None, torch.float64]),
 )
-def test_they_are_right_wherever_they_are_read(  # noqa: PLR0913, PLR0917 (what is drawn)
+def test_they_are_right_wherever_they_are_read(  # noqa: PLR0913, PLR0917 (drawn arguments)
     moves: list[Moves], layout: str, at: slice | None, counts: bool, copy: Any, dtype: Any
 ) -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())

@@ -162,7 +162,7 @@ def test_a_write_is_that_of_the_request_alone(form: str, output: str, mode: str)
                 try:
                     expected, gradient = run(model, x[own], mode, alone)
                 except RuntimeError:
-                    assert member is members[1]  # what it must not write: the other goes on
+                    assert member is members[1]  # a write that it must not make: the other goes on
                     continue
                 assert member.error is None, (write, member.error)
                 torch.testing.assert_close(y[own], expected)
@@ -253,7 +253,7 @@ class Reused(nn.Module):
 def test_an_argument_that_another_member_replaced_is_written_where_it_was(
     writer: str, replaces: str, form: str, mode: str
 ) -> None:
-    """By the module, for rows of nobody too, and by hooks of the other member."""
+    """By the module, also for rows without an owner, and by hooks of the other member."""
     if writer == "module" and mode == "inference":
         pytest.skip("torch counts no writes in inference mode: docs/rows.md")
     model = Reused(nn.ReLU(inplace=True) if writer == "module" else nn.Identity())

@@ -362,7 +362,7 @@ def test_the_size_is_found_whoever_is_beside(requests: Callable[..., Any], *, be
     a = requests(model, fh.on("embed", fh.Zero(), at="last_prompt"))
     b = requests(model, fh.keep("embed"))
     rows = {a: slice(0, 2), b: slice(2, 3)} if beside else {a: slice(0, 3)}
-    with fh.batch(rows):  # the last row is nobody's
+    with fh.batch(rows):  # the last row has no owner
         got = model(torch.arange(12).view(4, 3))
     assert a.error is None
     assert got[:, -1].abs().sum(-1).eq(0).tolist() == [True, True, not beside, False]

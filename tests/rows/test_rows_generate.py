@@ -129,7 +129,7 @@ def test_a_rejected_draft_leaves_no_row(pair: tuple[Any, tuple[str, ...]], ends:
     model, names = pair
     prompt = [torch.tensor([5, 6, 7, 8, 5, 6, 7, 8])]
     plain = generate(model, prompt)[0]
-    eos = int(plain[ends])  # what is drafted behind it is rejected
+    eos = int(plain[ends])  # drafts after it are rejected
     for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model}):
         request = fh.Plan(fh.keep(names[0])).prepare(model).open()
         with fh.rows.generating([request]):

@@ -110,7 +110,7 @@ def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) 
                     for at, each in enumerate(expected):
                         kept = request.acts[f"layers.{at}"]
                         assert torch.allclose(kept, each[rows[request]], atol=1e-6)
-        assert torch.equal(run(x), by_hand(model, x, [])[-1])  # nobody's rows outside a batch
+        assert torch.equal(run(x), by_hand(model, x, [])[-1])  # no row has an owner outside a batch
         assert traces.count == traced
         assert traced == int(in_graph)
 
@@ -266,7 +266,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
             fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)
     with pytest.raises(fh.HookTypeError, match="give width"):
         fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1)
-    with fh.batch({fine: 0}):  # sites are closed: hooks of its own again
+    with fh.batch({fine: 0}):  # sites are closed: it may have hooks again
         x = torch.randn(2, WIDTH)
         out = model(x)
     h = Layer.forward(model.layers[0], x)

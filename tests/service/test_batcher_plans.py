@@ -1,4 +1,4 @@
-"""`Batcher`: requests that share a forward, each under a plan of its own."""
+"""`Batcher`: requests that share a forward, each under its own plan."""
 
 from __future__ import annotations
 

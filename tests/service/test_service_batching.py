@@ -158,7 +158,7 @@ def test_a_budget_does_not_depend_on_the_others(encoder: Encoder) -> None:
 def test_a_client_that_leaves_does_not_delay_the_others(encoder: Encoder) -> None:
     settings = dataclasses.replace(TOGETHER, max_requests=2, seconds=3.0)
     with serving(encoder, settings) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
-        assert "no answer within 3 seconds" in refused(client, 503)  # nobody joined it
+        assert "no answer within 3 seconds" in refused(client, 503)  # no request joined it
         responses = send_together(client, {}, {})
         assert [each.json()["shared"] for each in responses] == [2, 2]
 
@@ -225,7 +225,7 @@ def test_the_service_checks_itself(client: Any) -> None:
 
 def test_a_leak_is_found(client: Any, encoder: Encoder) -> None:
     def leak(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
-        """Hands each row a part of the row above: what a hook with wrong rows does."""
+        """Hands each row a part of the row above, as a hook with wrong rows does."""
         return output + 0.01 * output.roll(1, 0) if len(output) > 2 else output
 
     with fh.register(encoder.model, f"{LAYER}.output", leak):

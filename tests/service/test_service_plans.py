@@ -36,7 +36,7 @@ def model() -> nn.Sequential:
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Reference counts alone free what is dropped."""
+    """Reference counts alone free dropped objects."""
     gc.disable()
     yield
     gc.enable()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:Use
 
 
 class Faulty(nn.Module):
-    """Adds what it is told to."""
+    """Adds the value of its attribute."""
 
     def __init__(self) -> None:
         super().__init__()

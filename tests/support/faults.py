@@ -43,8 +43,8 @@ class Injector:
         code, caller = frame.f_code, frame.f_back
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
-        # No caller gets what a dropped generator, a finaliser or a weak reference's callback
-        # raises. The model's own code asks modules for their class.
+        # Exceptions of a dropped generator, a finaliser or a weak reference's callback reach no
+        # caller. The model's own code asks modules for their class.
         above = [code.co_name]
         while caller and caller.f_code.co_filename.startswith(PACKAGE):
             above.append(caller.f_code.co_name)

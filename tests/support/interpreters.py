@@ -25,7 +25,7 @@ import torch
 from torch import nn
 import ferrohook as fh
 fh.HookedModule
-# A collection of what was imported takes half a second; extensions look for leaks at exit.
+# Collecting imported objects takes half a second; extensions look for leaks at exit.
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)

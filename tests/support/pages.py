@@ -96,7 +96,7 @@ def run(
 def same(printed: str, shown: str) -> bool:
     """Compares outputs; numbers of two or more decimals may differ by one in the last.
 
-    Other processors round sums in another order. Ids of hooks count those of the process.
+    Other processors round sums in another order. Ids of hooks count all hooks of the process.
     """
     if _without_decimals(printed) != _without_decimals(shown):
         print(printed, file=sys.stderr)

@@ -1,6 +1,6 @@
 """Batches by hand: in each module one hook of PyTorch's that loops over the requests.
 
-Shares no code with the product: each model declares the rows of its own values, rows are
+Shares no code with the product: each model declares the rows of its values, rows are
 cut out by `index_select` and put back by `index_copy`.
 """
 

@@ -1,4 +1,4 @@
-"""Models that engines of their own packages serve, and requests that arrive there at random."""
+"""Models for engines of other packages, and requests that arrive there at random."""
 
 from __future__ import annotations
 

@@ -521,7 +521,7 @@ PLACEMENTS: Final = ("before", "after", "sandwich", "contribution", "none")
 class Step(nn.Module):
     """A sublayer with its norms and multipliers, added to the stream."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 (what a block drew for all of its steps)
+    def __init__(  # noqa: PLR0913, PLR0917 (a block's drawn parts)
         self,
         it: Draw,
         width: int,
@@ -565,11 +565,11 @@ class Step(nn.Module):
         return MLP(it, width, self.name, named=True)
 
     def taken(self, x: Tensor) -> Tensor:
-        """Returns what the sublayer takes."""
+        """Returns the sublayer's input."""
         return x if self.before is None else self.before(x)
 
     def contribution(self, taken: Tensor, memory: Tensor | None, seen: Tensor | None) -> Tensor:
-        """Returns what the sublayer adds."""
+        """Returns the sublayer's contribution."""
         more = {} if self.kind == "mlp" else {"seen": seen}
         if self.kind == "cross":
             more = {"memory": memory}
@@ -600,7 +600,7 @@ NORMS: Final = ("layer norm", "rms", "one plus weight", "layer norm without weig
 class Block(nn.Module):
     """A block: its steps in order, or in parallel."""
 
-    def __init__(  # noqa: PLR0913 (what a stack drew for all of its blocks)
+    def __init__(  # noqa: PLR0913 (a stack's drawn parts)
         self, it: Draw, width: int, prefix: str, number: int, returns: str, *, cross: bool
     ) -> None:
         super().__init__()
@@ -646,7 +646,7 @@ class Block(nn.Module):
         return kinds
 
     def named(self, kind: str) -> str:
-        """Returns the name of a quantity; that of no quantity where a block has several."""
+        """Returns the name of a quantity, or of none where a block has several."""
         title = kind.partition("_")[0]
         own = {"attn": "attention", "q": "attention", "k": "attention", "v": "attention"}
         own |= {"z": "attention", "pattern": "attention", "router": "mixture"}

@@ -1,7 +1,7 @@
 """Requests with unfetched captures: open plans, results and memory of an engine stay flat.
 
 `python -m support.unfetched vllm --requests 20000` prints a line of JSON for each tenth, in the
-environment of `make vllm`; `sglang` in that of `make sglang`.
+environment of `make vllm`, `sglang` in the one of `make sglang`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small models of random weights of each causal language model that transformers has.
 
-Multipliers of configurations are not 1, norms' weights and biases are random: what is equal by
-chance in a fresh model is not equal here.
+Multipliers of configurations are not 1, norms' weights and biases are random: values that
+are equal by chance in a fresh model differ here.
 """
 
 from __future__ import annotations

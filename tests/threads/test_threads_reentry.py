@@ -147,7 +147,7 @@ def test_hooks_that_remove_each_other_fire_once() -> None:
         handles += [hooked.register_forward_hook(remove_all) for _ in range(10)]
         run_together(*(lambda thread=thread, h=hooked: h(thread) for thread in range(THREADS)))
 
-        # The first to run removes all others, later ones of its own call included.
+        # The first to run removes all others, also later ones of the same call.
         assert len(set(bodies)) == len(bodies)
         assert sum(handle.calls for handle in handles) == len(bodies) >= 1
         assert hooked.hooks() == []
@@ -210,7 +210,7 @@ AUDIT_HOOK = "sys.addaudithook(lambda *_: [[], [[]], [], []] and None)"
     ids=["this model", "another model", "another model, with an audit hook"],
 )
 def test_a_finaliser_may_wait_for_a_thread_that_instruments(theirs: int, before: str) -> None:
-    # In a process of its own, as audit hooks stay. filelock registers one from CPython 3.12 on.
+    # In a separate process, as audit hooks stay. filelock registers one from CPython 3.12 on.
     code = f"""
 gc.freeze()
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})

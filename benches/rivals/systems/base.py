@@ -69,17 +69,17 @@ class System(ABC):
     def failing(self, ids: Tensor, layer: int) -> None:
         """Runs a request whose hook raises `ValueError`."""
 
-    def contributions(self, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:  # noqa: ARG002 (of those that have it)
+    def contributions(self, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:  # noqa: ARG002 (systems that have it use them)
         """Returns for each layer: the stream before it, of attention and MLP, and behind it."""
         msg = "it names modules, not quantities"
         raise AbsentError(msg)
 
-    def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:  # noqa: ARG002 (of those that have it)
+    def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
         """As `steered`, of a model that was compiled and called before."""
         msg = "its documentation has no compiled models"
         raise AbsentError(msg)
 
-    def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002 (of those that have it)
+    def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002 (systems that have it use them)
         """Registers a hook that observes a layer until it is removed; returns its removal."""
         msg = "it has no hooks that stand beyond a call"
         raise AbsentError(msg)
@@ -90,12 +90,12 @@ class System(ABC):
 
     # --- of any module -----------------------------------------------------------------------
 
-    def captured_of(self, module: nn.Module, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 (of those that have it)
+    def captured_of(self, module: nn.Module, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
         """Returns the output of a module inside."""
         msg = "it is for language models alone"
         raise AbsentError(msg)
 
-    def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:  # noqa: ARG002 (of those that have it)
-        """Returns the output of the whole with a vector added to that of a module inside."""
+    def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
+        """Returns the model's output with a vector added to one module's output."""
         msg = "it is for language models alone"
         raise AbsentError(msg)

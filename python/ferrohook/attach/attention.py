@@ -121,7 +121,7 @@ class AttentionPoints:
         return type(None), ()
 
 
-_LOCK: Final = threading.RLock()  # reentrant: the end of a dispatcher runs `_settle` anywhere
+_LOCK: Final = threading.RLock()  # reentrant: the end of a dispatcher runs `_update` anywhere
 _KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, AttentionPoints]] = weakref.WeakKeyDictionary()
 
 
@@ -153,15 +153,15 @@ def hold(point: AttentionPoint) -> None:
     """
     points = point.points
     with _LOCK:
-        # Alive until `_settle` is through, so that its end comes later.
+        # Alive until `_update` is through, so that its end comes later.
         dispatcher = vars(point).get(_INSTRUMENTED)
         if dispatcher is not None:
-            settle = functools.partial(_settle, weakref.ref(points))
-            vars(point)["_watched"] = weakref.ref(dispatcher, settle)
-        _settle(weakref.ref(points))
+            update = functools.partial(_update, weakref.ref(points))
+            vars(point)["_watched"] = weakref.ref(dispatcher, update)
+        _update(weakref.ref(points))
 
 
-def _settle(reference: weakref.ref[AttentionPoints], _ended: object = None) -> None:
+def _update(reference: weakref.ref[AttentionPoints], _ended: object = None) -> None:
     """Lets an attention module have its points if one of them is instrumented, else not."""
     points = reference()
     if points is None:
@@ -170,12 +170,12 @@ def _settle(reference: weakref.ref[AttentionPoints], _ended: object = None) -> N
         module = points._module()
         used = any(_INSTRUMENTED in vars(point) for point in points.all)
         if used and module is not None:
-            SEAM.use(points)
+            REPLACEMENT.use(points)
             vars(module)[KEY] = points
         else:
             if module is not None:
                 vars(module).pop(KEY, None)
-            SEAM.leave(points)
+            REPLACEMENT.leave(points)
 
 
 class _InterfaceReplacement:
@@ -212,7 +212,7 @@ class _InterfaceReplacement:
                 self._ours = self._original = None
 
 
-SEAM: Final = _InterfaceReplacement()
+REPLACEMENT: Final = _InterfaceReplacement()
 
 
 def _interface() -> Any:
@@ -493,7 +493,7 @@ _CALLS: Final[contextvars.ContextVar[list[Attended] | None]] = contextvars.Conte
 
 
 class _Look:
-    """User of the seam while an observation runs."""
+    """User of the replaced interface while an observation runs."""
 
 
 @contextlib.contextmanager
@@ -508,13 +508,13 @@ def attended() -> Iterator[list[Attended]]:
         yield calls
         return
     look = _Look()
-    SEAM.use(look)
+    REPLACEMENT.use(look)
     token = _CALLS.set(calls)
     try:
         yield calls
     finally:
         _CALLS.reset(token)
-        SEAM.leave(look)
+        REPLACEMENT.leave(look)
 
 
 def attended_to(pattern: Tensor, value: Tensor) -> Tensor:

@@ -147,9 +147,9 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     @property
     def nbytes(self) -> int:
         """Total size of the tensors, in bytes."""
-        return sum(nbytes(tensor) for name in self for tensor in tensors_in(self._peek(name)))
+        return sum(nbytes(tensor) for name in self for tensor in tensors_in(self._unchecked(name)))
 
-    def _peek(self, name: str) -> Any:
+    def _unchecked(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
         return (
@@ -236,7 +236,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
             StaleActivationError: a value was changed in place.
         """
         for name in self if pattern is None else self._matching(pattern, "rows"):
-            value = self._peek(name) if stale else self[name]
+            value = self._unchecked(name) if stale else self[name]
             source = self._activations
             counts = source.counts_of(name) if isinstance(source, CapturedView) else (1, 0)
             yield from rows_of(name, value, per_call=self._per_call, counts=counts)

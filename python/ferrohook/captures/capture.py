@@ -181,7 +181,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     detach: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    slice: Index = None,  # noqa: A002 (what the field calls it)
+    slice: Index = None,  # noqa: A002 (the field's term)
     copy: Literal["checked", "clone", "ref"] = "checked",
     calls: Calls = "last",
     grads: bool = False,

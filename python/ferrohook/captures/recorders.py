@@ -50,7 +50,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     detach: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    slice: Index = None,  # noqa: A002 (what the field calls it)
+    slice: Index = None,  # noqa: A002 (the field's term)
     copy: str = "checked",
     calls: Any = "last",
     grads: bool = False,

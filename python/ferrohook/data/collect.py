@@ -66,7 +66,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     forward: Callable[[Any], object] | None = None,
     inputs: bool = False,
     output_index: object = None,
-    slice: Index = None,  # noqa: A002 (what the field calls it)
+    slice: Index = None,  # noqa: A002 (the field's term)
     dtype: torch.dtype | None = None,
     mask: Mask | None = None,
     tokens: Tokens | None = None,

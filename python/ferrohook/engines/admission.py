@@ -67,7 +67,7 @@ class Admission:
     Args:
         modules: modules of its model.
         options: of the engine.
-        secret: key of the salts. Its owner can read and write what a plan has cached.
+        secret: key of the salts. Its owner can read and write a plan's cached values.
     """
 
     def __init__(self, modules: ModuleTable, options: EngineOptions, secret: bytes) -> None:

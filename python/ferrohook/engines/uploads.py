@@ -160,7 +160,7 @@ class VectorsOfPlan(Mapping[str, Tensor]):
 
     @classmethod
     def travelled(cls, vectors: Mapping[str, Tensor]) -> VectorsOfPlan:
-        """Returns those that came with the plan; only the digests of those that it names count."""
+        """Returns the vectors that came with the plan; only digests of named vectors count."""
         return cls(vectors, lambda name: (vectors[name], digest_of(vectors[name])))
 
     def __getitem__(self, name: str) -> Tensor:

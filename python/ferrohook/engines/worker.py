@@ -111,7 +111,7 @@ class EngineWorker:
         """Runs code of ours in a step, whose faults fail requests with plans, never the engine.
 
         Args:
-            requests: those that the code is for; None for all that have a plan.
+            requests: the ones that the code is for; None for all with a plan.
         """
         return guarded(functools.partial(self._fail_all, requests))
 

@@ -51,7 +51,7 @@ class Place(NamedTuple):
     head: Head | None = None
     """Head that is meant of a tensor that has them all."""
     stream_factor: float | None = 1.0
-    """Factor of what is added here in the stream behind the last block; None if it is no term."""
+    """Factor of this contribution in the stream after the last block; None if it is no term."""
 
     @property
     def by_keyword(self) -> bool:

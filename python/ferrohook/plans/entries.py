@@ -199,7 +199,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     detach: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    slice: Index = None,  # noqa: A002 (what the field calls it)
+    slice: Index = None,  # noqa: A002 (the field's term)
     copy: Literal["checked", "clone", "ref"] = "checked",
     calls: Calls = "last",
     grads: bool = False,

@@ -403,7 +403,7 @@ class Request(RequestBase, Scope):
         """The positions whose activations `acts[name]` has, in order; one for each of its rows.
 
         Known for captures at positions, and for requests in batches with positions. With several
-        rows, the positions of the first row come first, then those of the next.
+        rows, the positions of the first row come first, then the next row's.
 
         Raises:
             SelectionError: the plan keeps nothing of this name.

@@ -227,7 +227,7 @@ class _Sequence(NamedTuple):
     """Of the keys after the call: others once rows were chosen, reordered or repeated."""
 
     def of_other_rows(self, batch: int) -> _Sequence:
-        """Returns what is known of rows that are chosen from these, each any of them."""
+        """Returns the facts common to all rows, for rows chosen from these."""
 
         def common(values: Tensor | None) -> Tensor | None:
             if values is None or bool((values != values[:1]).any()):
@@ -451,7 +451,7 @@ class _StackCall:
 
         Args:
             before: behind that call.
-            reorders: whoever calls reorders rows itself, and is known to.
+            reorders: the caller is known to reorder rows itself.
         """
         if before.batch != self.batch:
             return True

@@ -65,7 +65,7 @@ def difference(
     tokens: Sequence[str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws where two caches differ: the norm of their difference, relative to that of `one`.
+    """Draws where two caches differ: the norm of their difference, relative to the norm of `one`.
 
     A heat map like `norms`, of the modules that both have.
 

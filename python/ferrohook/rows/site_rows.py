@@ -113,7 +113,7 @@ class SiteRows:
             self.wanted.append(Wanted(number, request, kept, taken, known))
 
     def places(self) -> Tensor:
-        """Returns the place of each row at each site; `nobody` for rows that are not kept."""
+        """Returns the place of each row at each site; `nobody` for rows without a capture."""
         places = torch.full(self._shape, self._nobody)
         for sites, rows in self._kept.items():
             columns = torch.tensor(rows, dtype=torch.long)

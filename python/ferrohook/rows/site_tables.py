@@ -111,7 +111,7 @@ class _Site:
         return sites is not None and bool(sites._wanted)
 
 
-class _Served(NamedTuple):
+class _SiteMember(NamedTuple):
     """A member of the batch that sites serve."""
 
     request: Request
@@ -141,7 +141,7 @@ class Sites(SitesBase):
         self._tables = Tables(tables) if on_gpu else contextlib.nullcontext()
         """Context of writes to the tables."""
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
-        self._served: dict[int, _Served] = {}
+        self._served: dict[int, _SiteMember] = {}
         """Members, by their place in the batch."""
         self._wanted: list[Wanted] = []
         self._expected: tuple[int | None, int, torch.dtype] = (None, width, self._table.dtype)
@@ -244,7 +244,7 @@ class Sites(SitesBase):
         self._expected = batch.size, self._table.shape[-1], self._table.dtype
         # Rows that an interrupted batch left belong to no request.
         self._served, self._wanted, self._version = served, [], None
-        self._settle([*programs.values()])
+        self._assign_slots([*programs.values()])
 
     def _refusal(self, batch: BatchBase) -> str | None:  # noqa: PLR0911 (one for each reason)
         """Returns why a batch cannot be served, regardless of its members; None if it can."""
@@ -269,7 +269,7 @@ class Sites(SitesBase):
         gathered = {id(module) for module in batch._gathered}
         return any(id(model.get_submodule(name)) in gathered for name in self.names)
 
-    def _check(self, request: Any, trees: set[ModuleTree]) -> _Served:
+    def _check(self, request: Any, trees: set[ModuleTree]) -> _SiteMember:
         """Returns a member that can be served.
 
         Args:
@@ -286,7 +286,7 @@ class Sites(SitesBase):
                 msg = "modules of the model were replaced since the plan was prepared"
                 raise HookError(msg)
             trees.add(prepared.tree)
-        return _Served(request, program)
+        return _SiteMember(request, program)
 
     def _program(self, prepared: Prepared) -> Program:
         model = self._model()
@@ -353,14 +353,14 @@ class Sites(SitesBase):
             msg = f"entry {number} of the plan cannot be served at a site: {reason}"
             raise HookError(msg)
 
-    def _settle(self, wanted: list[Program]) -> None:
+    def _assign_slots(self, wanted: list[Program]) -> None:
         """Gives each program of a batch a row of the tables, evicting others if none is free."""
         new = [program for program in wanted if not program.slot]
         if not new:
             return
-        settled = [program for program in self._programs.values() if program.slot]
-        free = iter({*range(1, self.max_requests + 1)} - {program.slot for program in settled})
-        idle = (program for program in settled if program not in wanted)
+        resident = [program for program in self._programs.values() if program.slot]
+        free = iter({*range(1, self.max_requests + 1)} - {program.slot for program in resident})
+        idle = (program for program in resident if program not in wanted)
         with self._tables:
             for program in new:
                 slot = next(free, 0)

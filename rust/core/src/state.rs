@@ -177,7 +177,7 @@ impl HookState {
 
     /// Returns true for the call that removed the hook.
     pub(crate) fn mark_removed(&self) -> bool {
-        // AcqRel: release orders what the remover did before the removal; acquire orders the
+        // AcqRel: release orders the remover's earlier writes before the removal; acquire orders the
         // remover after threads that left the hook earlier.
         self.word.fetch_or(REMOVED, Ordering::AcqRel) & REMOVED == 0
     }

@@ -68,7 +68,7 @@ def test_reading_after_a_write_in_place_raises() -> None:
         with pytest.raises(fh.StaleActivationError, match="'activations' was changed in place"):
             read()
     assert detector.metadata == {"activations_shape": (2, 4)}
-    detector.tensor_metadata["activations"] = X  # somebody's own value is not checked
+    detector.tensor_metadata["activations"] = X  # a user's own value is not checked
     X.neg_().neg_()
     assert detector.get_captured() is X
 

@@ -309,5 +309,5 @@ def test_a_recorder_of_transformers_is_patched_for_one_model_only() -> None:
 
 
 def ours(forward: Any) -> Any:
-    """`forward` of transformers with our decorator in place of its own."""
+    """`forward` of transformers with our decorator instead."""
     return capture_outputs(inspect.unwrap(forward))

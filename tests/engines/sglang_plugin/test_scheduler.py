@@ -196,7 +196,7 @@ def test_a_change_of_any_module_ends_no_scheduler(llama: Any, local: Local, name
 def test_inputs(llama: Any, local: Local, phase: str) -> None:
     name = "model.layers.1.mlp.down_proj"
     twin, steps = llama[1].get_submodule(name), []
-    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not that of the layer's output
+    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not of the layer's output
     if phase == "keep":
         plan = fh.Plan(fh.keep(name, inputs=True))
         hook = twin.register_forward_pre_hook(lambda _module, args: steps.append(args[0][0]))
@@ -339,7 +339,7 @@ def test_a_step_that_fails_ahead_of_a_stop_fails_nobody(local: Local) -> None:
 
 @pytest.mark.parametrize("hook", [*HOSTILE])
 def test_neighbours_of_infinite_rows_are_not_reached(llama: Any, local: Local, hook: str) -> None:
-    """Neither those in the same batches nor those that get the slots later."""
+    """Neither requests in the same batches nor requests that get the slots later."""
     jobs = [Job(job.prompt) for job in random_jobs(18, seed=3)]
     plan = fh.Plan(HOSTILE[hook])
     # Drawn, as the probabilities of an infinite row would end the scheduler.

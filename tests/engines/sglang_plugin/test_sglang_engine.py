@@ -1,4 +1,4 @@
-"""SGLang's `Engine`, whose scheduler and detokenizer have processes of their own."""
+"""SGLang's `Engine`, whose scheduler and detokenizer run in separate processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(llama: Any) -> Iterator[Any]:
     """Comes behind all that use the scheduler of this process, whose settings it replaces.
 
-    Its end kills all children of this process, so it has a file of its own.
+    Its end kills all children of this process, hence the separate file.
     """
     os.environ.update(ENVIRONMENT)
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 (reads the environment)

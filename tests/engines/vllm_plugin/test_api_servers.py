@@ -1,4 +1,4 @@
-"""vLLM with several API servers and with data parallelism: a request uses what it was given."""
+"""vLLM with several API servers and with data parallelism: a request uses its own vectors."""
 
 from __future__ import annotations
 

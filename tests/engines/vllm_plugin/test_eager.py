@@ -115,7 +115,7 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     assert wrong_answers(model, jobs, answers, NEW) == []
     assert len(answers) == len(jobs)
     assert bool(preempted) == preempts
-    assert numbers["requests"] <= 1  # the last: vLLM has told nobody that it is finished
+    assert numbers["requests"] <= 1  # the last: vLLM does not report that it is finished
     assert numbers["results"] == 0
 
 
@@ -177,7 +177,7 @@ def test_cancelled_requests_leave_nothing(models: Any, llm: Any) -> None:
     assert 0 < len(answers) < len(jobs)
     answer(llm, Job([5, 6]))
     assert state(llm)["requests"] == 0
-    answer(llm, steering())  # the worker learns with it which captures nobody fetches
+    answer(llm, steering())  # tells the worker which captures were abandoned
     assert state(llm)["results"] == 0
 
 
@@ -288,7 +288,7 @@ def test_inputs_are_captured(models: Any, llm: Any, name: str, index: int | None
 
 def test_an_input_is_changed(models: Any, llm: Any) -> None:
     _, model = models["llama"]
-    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not that of the layer's output
+    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not of the layer's output
     name = "model.layers.1.mlp.down_proj"
     plan = fh.Plan(fh.on(name, fh.Add(vector), phase="forward_pre"))
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)

@@ -133,14 +133,14 @@ KEEP = fh.Plan(fh.keep("0"))
 
 def test_a_stream_is_whole_where_the_worker_is_ahead_or_behind(engine: Engine) -> None:
     """The worker has not begun, has a part of the prompt, or has retired the request already."""
-    peeks = 0
+    reads = 0
 
     def before(name: str) -> Any:
-        nonlocal peeks
-        if name != "peek":
+        nonlocal reads
+        if name != "read_so_far":
             return None
-        peeks += 1
-        match peeks:
+        reads += 1
+        match reads:
             case 2:
                 engine.step(2)
             case 3:
@@ -192,14 +192,14 @@ def test_a_plan_that_fails_in_the_middle_of_a_stream_ends_it_with_the_reason(
     engine: Engine,
 ) -> None:
     plan = fh.Plan(fh.keep("0", max_bytes=(PROMPT + 1) * WIDTH * 4))
-    peeks = 0
+    reads = 0
 
     def before(name: str) -> None:
-        nonlocal peeks
-        if name == "peek":
-            peeks += 1
-            engine.step(PROMPT if peeks == 1 else 1)
-            engine.new_tokens = peeks + 1
+        nonlocal reads
+        if name == "read_so_far":
+            reads += 1
+            engine.step(PROMPT if reads == 1 else 1)
+            engine.new_tokens = reads + 1
 
     engine.before = before
 
@@ -215,7 +215,7 @@ def test_a_plan_that_fails_in_the_middle_of_a_stream_ends_it_with_the_reason(
 
 def test_a_request_that_is_cancelled_while_it_streams(engine: Engine) -> None:
     def before(name: str) -> Any:
-        return cancel() if name == "peek" else None
+        return cancel() if name == "read_so_far" else None
 
     async def cancel() -> None:
         (await connect_async(engine)).cancelled("a-engine")
@@ -244,7 +244,7 @@ def test_an_engine_that_dies_ends_a_stream_with_the_reason(engine: Engine, calli
 
     def before(name: str) -> Any:
         engine.errored = not calling
-        return die() if calling and name == "peek" else None
+        return die() if calling and name == "read_so_far" else None
 
     engine.before = before
 
@@ -324,7 +324,7 @@ def test_captures_take_the_token_of_the_answer(
 
 
 def test_captures_without_a_token_are_refused(engine: Engine) -> None:
-    """Of requests that came by another route than completions and chats: nobody could get them."""
+    """Of requests from other routes than completions and chats: they could not be fetched."""
     with pytest.raises(ValueError, match="captures come by the routes that give a token"):
         asyncio.run(engine.send(KEEP, None))
 

@@ -1,4 +1,4 @@
-"""Plans on models with adapters: each answer is what the merged weights give alone."""
+"""Plans on models with adapters: each answer equals that of the merged weights alone."""
 
 from __future__ import annotations
 

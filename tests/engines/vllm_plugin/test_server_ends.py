@@ -35,7 +35,7 @@ async def ended(server: Server, end: Any) -> tuple[httpx.Response | BaseExceptio
         await client.post("/v1/completions", json=body(JOB))
         token = {HEADER: "a token that only this client knows"}
         headers = {"X-Request-Id": "ending", **token}
-        if end is kill_worker:  # it answers nobody any more
+        if end is kill_worker:  # it no longer answers
             worker_of(server).suspend()
         post = asyncio.ensure_future(client.post("/v1/completions", json=sent, headers=headers))
         path = "/v1/ferrohook/captures/cmpl-ending/stream"

@@ -625,7 +625,7 @@ def same_gradient(ours: Tensor | None, expected: Tensor | None) -> bool:
     return torch.allclose(ours, expected, 1e-4, 1e-4, equal_nan=True)
 
 
-def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:  # noqa: C901, PLR0911, PLR0912 (a comparison each)
+def first_mismatch(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:  # noqa: C901, PLR0911, PLR0912 (a comparison each)
     """Returns how the product differs from an oracle's outcome, None if it does not."""
     case = run.case
     for number, (step, (ended, seen)) in enumerate(zip(case.steps, steps, strict=True)):
@@ -651,21 +651,23 @@ def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str 
         if told and owner.failed != member.failed:
             state = f"failed {member.failed} ({member.error!r})"
             return f"member {owner.number}: {state}, not {owner.failed}"
-        if owner.way != "scope" and (wrong := judge_acts(case, owner, member)):
+        if owner.way != "scope" and (wrong := mismatched_acts(case, owner, member)):
             return wrong
-        if wrong := judge_error(case, owner, member):
+        if wrong := mismatched_error(case, owner, member):
             return wrong
         oracle.agreed += 1
-    if wrong := judge_logs(run, oracle):
+    if wrong := mismatched_logs(run, oracle):
         return wrong
     oracle.agreed += 1
     return next(
-        filter(None, map(judge_memory, [case] * len(oracle.owners), oracle.owners, run.members)),
+        filter(
+            None, map(mismatched_memory, [case] * len(oracle.owners), oracle.owners, run.members)
+        ),
         None,
     )
 
 
-def judge_logs(run: Run, oracle: Oracle) -> str | None:
+def mismatched_logs(run: Run, oracle: Oracle) -> str | None:
     if run.logs.keys() != oracle.logs.keys():
         return (
             f"hooks that observe: {sorted(map(str, run.logs))}, not {sorted(map(str, oracle.logs))}"
@@ -684,7 +686,7 @@ def judge_logs(run: Run, oracle: Oracle) -> str | None:
     return None
 
 
-def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
+def mismatched_acts(case: Case, owner: Any, member: Any) -> str | None:
     expected = owner.acts()
     try:
         acts = member.acts
@@ -717,7 +719,7 @@ def flat(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [leaf for each in value for leaf in flat(each)]
 
 
-def judge_error(case: Case, owner: Any, member: Any) -> str | None:
+def mismatched_error(case: Case, owner: Any, member: Any) -> str | None:
     """Returns how the error of a member names another hook than one that may have failed."""
     error = member.error
     # torch has few operations for float8: what cannot be written fails whose it is.
@@ -740,7 +742,7 @@ def judge_error(case: Case, owner: Any, member: Any) -> str | None:
     return None
 
 
-def judge_memory(case: Case, owner: Any, member: Any) -> str | None:
+def mismatched_memory(case: Case, owner: Any, member: Any) -> str | None:
     """Returns which capture of a member holds memory with rows of others."""
     if owner.way == "scope" or case.columns:
         return None
@@ -793,7 +795,7 @@ def _difference(case: Case) -> str | None:
                 return run.violations[0]
             nearest, wrong = -1, None
             for oracle in outcomes(case, run.reached, run.ended):
-                now = judge(run, oracle, steps)
+                now = first_mismatch(run, oracle, steps)
                 if now is None:
                     break
                 if oracle.agreed > nearest:
@@ -859,7 +861,7 @@ class Readers:
                 raise
 
     def read_all(self, member: Any) -> None:
-        """Reads all that a member captured so far: what it is stands in `judge`, at the end."""
+        """Reads all that a member captured so far; `first_mismatch` compares it at the end."""
         if isinstance(member, fh.Scope) and not isinstance(member, fh.Request):
             return
         try:

@@ -38,7 +38,7 @@ class FakeCuda(TorchDispatchMode):
 
         with FakeCuda("lazy") as gpu:
             model.cuda()(x.cuda())
-        gpu.waits  # those of the host, with their lines
+        gpu.waits  # the host's waits, with their lines
 
     Args:
         schedule: see `Schedule`.

@@ -237,7 +237,7 @@ class Operators:
 
 
 def _check(func: OpOverload, tensors: list[Tensor]) -> None:
-    """Refuses what a GPU or the emulation refuses; waits for the copy of an index on the host."""
+    """Refuses calls that a GPU or the emulation refuses; waits for an index's copy on the host."""
     name = func._schema.name
     if torch.Tag.inplace_view in func.tags:
         msg = f"{name} changes the shape of a tensor in place, which is not emulated"

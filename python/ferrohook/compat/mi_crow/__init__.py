@@ -1,7 +1,7 @@
 """Detectors and controllers: hooks as objects, by mi_crow's names."""
 
 # A `Hook` is an object whose bound method is the registered callable; a deep copy of a module
-# copies it along. `enabled` is that of its handle. One lock for all `Layers` keeps a hook on one
+# copies it along. `enabled` is its handle's. One lock for all `Layers` keeps a hook on one
 # layer at most. A detector collects into a `ContextDict`. A context cannot be told from its copy,
 # so values are never changed in place: each write puts a new key into the dict's context variable,
 # by which the dict finds the contents, weakly. A controller receives the activations themselves,

@@ -27,7 +27,7 @@ class Content(NamedTuple):
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     versions: Mapping[str, int]
-    """Versions of the tensors that are references, for those that are checked."""
+    """Versions of the tensors that are references and are checked."""
 
 
 EMPTY = Content({}, {}, {})

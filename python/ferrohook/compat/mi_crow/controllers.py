@@ -164,8 +164,8 @@ class FunctionController(Controller):
 class InterventionController(Controller):
     """A controller made of an intervention, which runs without Python.
 
-    It changes a tensor, or what the intervention's `output_index` names, not the first tensor of a
-    structure as other controllers do. Its exceptions are those of the intervention.
+    It changes a tensor, or the part at the intervention's `output_index`, not the first tensor of a
+    structure as other controllers do. It raises the intervention's exceptions.
 
     Args:
         layer_signature: name or index of the layer.

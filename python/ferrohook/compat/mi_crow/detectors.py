@@ -52,7 +52,7 @@ class Detector(Hook, Collectable):
 
     _detects = True
     _hook_fn: ClassVar[Any] = None  # its `_run_before` and `_run_after` do without
-    # Behind controllers, those of negative priority included; ahead of captures.
+    # After controllers, also of negative priority; before captures.
     _priority = -(2**31)
 
     def __init__(

@@ -70,7 +70,7 @@ def apply_modification_to_output(
     Args:
         output: the module's output.
         modified_tensor: replacement of `extract_tensor_from_output(output)`.
-        target_device: device of the replacement; None for that of the replaced tensor.
+        target_device: device of the replacement; None: the replaced tensor's.
 
     Returns:
         A new output, or `output` itself if it has no tensor to replace.

@@ -44,7 +44,7 @@ class _CachedValue:
             check_unchanged(self._value, self._versions, name)
         return self._value
 
-    def peek(self) -> Any:
+    def unchecked(self) -> Any:
         return self._value
 
 
@@ -116,8 +116,8 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
         """Removes all activations."""
         self._activations.entries.clear()
 
-    def _peek(self, name: str) -> Any:
-        return self._activations.entries[name].peek()
+    def _unchecked(self, name: str) -> Any:
+        return self._activations.entries[name].unchecked()
 
 
 class CacheOptions(NamedTuple):

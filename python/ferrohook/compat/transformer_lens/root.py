@@ -154,7 +154,7 @@ class HookedRootModule(nn.Module):
             name: module for name, module in self.mod_dict.items() if isinstance(module, HookPoint)
         }
         for name, module in self.mod_dict.items():
-            # A module may define a read-only `name` of its own.
+            # A module may define its own read-only `name`.
             with contextlib.suppress(AttributeError, TypeError):
                 module.name = name  # type: ignore[assignment]  # as in TransformerLens
 

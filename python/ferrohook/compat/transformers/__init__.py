@@ -1,6 +1,6 @@
 """Outputs of layers that a model declares, added to the output of its forward, and class patching.
 
-Names and behaviour are those of transformers' `capture_outputs` and `monkey_patching`; any
+Names and behaviour match transformers' `capture_outputs` and `monkey_patching`; any
 `nn.Module` class can declare its records.
 """
 

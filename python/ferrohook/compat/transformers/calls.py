@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """Call that `torch.compile` traces: what it records becomes an output of the graph."""
+    """Call that `torch.compile` traces: recorded tensors become outputs of the graph."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class EagerCall(Call):
             self._known.append(weakref.ref(main))
 
     def end(self) -> None:
-        """Lets go of what it knows and recorded; the last call releases a retired installation."""
+        """Drops its state and recorded values; the last call releases a retired installation."""
         # Others are there if an interrupt kept them from this method.
         IN_FLIGHT.difference_update([call for call in IN_FLIGHT.copy() if not call.live])
         self._known, self._recorded = [], {}
@@ -133,7 +133,7 @@ class EagerCall(Call):
 never_trace(EagerCall, "record", "a forward that records runs eagerly")
 
 IN_FLIGHT: set[EagerCall] = set()
-"""Eager calls in progress, also those that record nothing: a layer may belong to one."""
+"""Eager calls in progress, including calls without recording: a layer may belong to one."""
 
 CALL: contextvars.ContextVar[EagerCall | None] = contextvars.ContextVar("recording", default=None)
 """The innermost eager call of a context, where another thread runs a copy of it."""

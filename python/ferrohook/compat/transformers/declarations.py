@@ -156,14 +156,14 @@ class Match(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Modules of a model, each with a copy of its own declaration, and the recorded ones by key."""
+    """Modules of a model, each with a copy of its declaration, and the recorded ones by key."""
 
     modules: list[tuple[nn.Module, dict[str, Any] | None]]
     targets: dict[str, list[Match]]
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Finds the recorded layers. A sub-model with a declaration of its own uses that one."""
+    """Finds the recorded layers. A sub-model with its own declaration uses that one."""
     modules: list[tuple[nn.Module, dict[str, Any] | None]] = []
     targets: dict[str, list[Match]] = {key: [] for key in declared_by(model)}
     visited: set[int] = set()

@@ -386,7 +386,7 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
     if isinstance(flag, bool):
         return None
     try:
-        # Plain ints: Dynamo makes those that differ between calls dynamic.
+        # Plain ints: Dynamo makes them dynamic once they differ between calls.
         return [operator.index(each) for each in ([flag] if isinstance(flag, int) else flag)]
     except TypeError as error:
         msg = f"output_hidden_states is a bool, an index or a list of them, got {flag!r}"

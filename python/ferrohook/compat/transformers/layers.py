@@ -167,7 +167,7 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
         installation = Installation(model, layout)
         try:
             installation.attach(layout.targets)
-            # Best effort: PyTorch's own call costs more, and its code evicts that of the layers
+            # Best effort: PyTorch's own call costs more, and its code evicts the layers' code
             # from the processor's caches.
             recorded = {id(each.module) for found in layout.targets.values() for each in found}
             others = [module for module, _ in layout.modules if id(module) not in recorded]

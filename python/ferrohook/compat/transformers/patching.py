@@ -191,7 +191,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     """Makes a model record the replacements of the classes that it declares.
 
     For a model that was made in `apply_patches`: its class declares the original classes. The
-    model and its sub-models get declarations of their own; other instances are not changed.
+    model and its sub-models get their own declarations; other instances are not changed.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.

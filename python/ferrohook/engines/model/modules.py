@@ -137,11 +137,11 @@ class ModuleInfo:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Quantities of an engine's model, at places of its own."""
+    """Quantities of an engine's model, at the engine's places."""
 
     table: Quantities = dataclasses.field(default_factory=lambda: Quantities({}, {}, "the engine"))
     heads: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """Number and width of the heads of those that stand side by side, by name."""
+    """Number and width of the heads of quantities with heads side by side, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -162,7 +162,7 @@ class NamedTensors:
         }
 
     def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
-        """Returns those that stand at the sites of a compiled engine; others are missing."""
+        """Returns the quantities at the sites of a compiled engine; others are missing."""
         served, missing = {}, dict(self.table.missing)
         for name, each in self.table.items():
             own = each.path in sites and each.phase == "forward" and each.part == index
@@ -419,7 +419,7 @@ class CapturedValue(NamedTuple):
     place: str
     """In the request's activations."""
     heads: tuple[int, int] | None
-    """Number and width of heads, which get dimensions of their own."""
+    """Number and width of heads, which get separate dimensions."""
 
 
 class CaptureEntry(NamedTuple):
@@ -454,7 +454,7 @@ class Model(nn.Module):
 
 
 def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
-    """Makes modules of the names in a table; those that never ran are containers."""
+    """Makes modules of the names in a table; modules that never ran are containers."""
     made: dict[str, nn.Module] = {}
     for name, info in table.items():
         made[name] = nn.Module() if info == NEVER_RAN else Model()

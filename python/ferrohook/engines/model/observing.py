@@ -51,7 +51,7 @@ def _shapes(output: Any) -> Any:
 
 
 def _row(shapes: Any) -> Tokens | None:
-    """Returns width and bytes per token of a tensor by what `_shapes` has for it, or None."""
+    """Returns width and bytes per token of a tensor from its entry in `_shapes`, or None."""
     if not isinstance(shapes, tuple):
         return None
     shape, size = shapes

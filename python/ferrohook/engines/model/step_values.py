@@ -40,7 +40,7 @@ class StepCall(NamedTuple):
     output: Any
 
     def value(self, *, inputs: bool, by_keyword: bool = False) -> Any:
-        """Returns what a hook or capture of the module's input or output sees."""
+        """Returns the value that a hook or capture of the module's input or output sees."""
         if not inputs:
             return self.output
         if by_keyword or not self.args:
@@ -65,7 +65,7 @@ def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[StepCall]]]:
 
 
 def _outline(value: Any) -> Any:
-    """Returns a value with tensors of the device "meta" in place of its own."""
+    """Returns a value with its tensors replaced by tensors on the device "meta"."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     inside = parts(value)
@@ -79,7 +79,7 @@ def check_slice(index: Any, where: str, shape: Sequence[int], dim: int = 0) -> N
 
     Args:
         index: `slice` of a capture; None for none.
-        where: what it is, for the error.
+        where: description of the value, for the error.
         shape: of the tensor.
         dim: dimension of the rows, of which another step has another number.
 
@@ -119,7 +119,7 @@ class StepValues(NamedTuple):
     other_dims: Mapping[nn.Module, int]
     """That of the modules where it is another."""
     head: Collection[nn.Module] = ()
-    """Modules that see rows of their own, in `dim`."""
+    """Modules that see other rows than the step, in `dim`."""
 
     def refusal(self, name: str, place: Place, entry: HookEntry | KeepEntry) -> str | None:
         """Returns why an entry of a plan does not fit one of its places; None if it may.

@@ -76,7 +76,7 @@ class ManagerWorker(EngineWorker):
         """Rows of the step that runs, if plans may make them NaN or infinite."""
         self._watched: WatchedRows | None = None
         """Rows of the last step, until it is known which are lost."""
-        self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
+        self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
         self.closed = False
         if manager.batch_processor is None:
             # As `warmup` does; the engine's thread takes it over.
@@ -93,7 +93,7 @@ class ManagerWorker(EngineWorker):
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         return self._manager.pause() if self._manager.is_running() else contextlib.nullcontext()
 
-    # --- seams -------------------------------------------------------------------------------
+    # --- methods of the manager ---------------------------------------------------------------
 
     def _hold(self) -> None:
         """Replaces methods on the instances of the manager and its parts."""
@@ -122,7 +122,7 @@ class ManagerWorker(EngineWorker):
             return ours(functools.partial(method, reference()), *args, **options)
 
         setattr(owner, name, replaced)
-        self._seams.append((reference, name, replaced))
+        self._replaced.append((reference, name, replaced))
 
     def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
         processor = original()
@@ -186,7 +186,7 @@ class ManagerWorker(EngineWorker):
             for request in self.requests.values():
                 self.fail(request, HookError("the engine was detached while it ran"))
             self._end_failed()
-            for reference, name, ours in self._seams:
+            for reference, name, ours in self._replaced:
                 owner = reference()
                 if owner is not None and vars(owner).get(name) is ours:
                     delattr(owner, name)
@@ -320,7 +320,7 @@ class ManagerWorker(EngineWorker):
     # --- ends --------------------------------------------------------------------------------
 
     def _forget_gone(self) -> None:
-        """Forgets the requests that the engine has forgotten, after those that failed are ended."""
+        """Ends failed requests, then forgets those that the engine has forgotten."""
         self._end_failed()
         # Before the look at the engine: a request that is submitted meanwhile may be missing there.
         known = {*self.requests}.difference(self._submitting)

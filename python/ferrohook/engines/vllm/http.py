@@ -118,7 +118,7 @@ class VLLMRoutes(EngineRoutes):
         try:
             while ticket.tokens is None:
                 if (tokens := self._tokens(ticket)) - 1 > since:
-                    data = await self._call("ferrohook_peek", ticket.key, tokens, since)
+                    data = await self._call("ferrohook_read_so_far", ticket.key, tokens, since)
                     if error_of(data) is not None:
                         break
                     if not is_empty(data):

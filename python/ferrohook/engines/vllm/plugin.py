@@ -5,7 +5,7 @@ and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` an
 `add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
 `create_chat_completion` of the OpenAI server. Engine: `Scheduler.update_from_output`,
 `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what `self_test` calls. Worker:
-`WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND` lists what is wrapped.
+`WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND` lists them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,16 @@ def register() -> None:
             for path, function in _AROUND.items():
                 _wrap(path, function)
             wrapper, _ = _method(_WORKER)
-            for name in ("describe", "put", "drop", "uploaded", "state", "take", "peek", "refuse"):
+            for name in (
+                "describe",
+                "put",
+                "drop",
+                "uploaded",
+                "state",
+                "take",
+                "read_so_far",
+                "refuse",
+            ):
                 setattr(wrapper, f"ferrohook_{name}", _remote(name))
         else:
             _LOG.warning("ferrohook: %s", reason)

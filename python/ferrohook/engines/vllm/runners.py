@@ -1,4 +1,4 @@
-"""Seams of vLLM's model runners, V1 and V2.
+"""Patch points in vLLM's model runners, V1 and V2.
 
 Wrapped on the instance, after it was made and before the model is loaded. The row map is read where
 the runner has settled its batch and the model is called next: in V1 after `_prepare_inputs`, in V2

@@ -340,7 +340,7 @@ class RunnerWorker(EngineWorker):
         found.taken = True
         return self.packed_captures(found, tokens, since=since)
 
-    def peek(self, key: str, tokens: int, since: int) -> bytes:
+    def read_so_far(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
 
         The front end asks while it takes the request to run: here it may wait, or be preempted, or

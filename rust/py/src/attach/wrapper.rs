@@ -174,7 +174,7 @@ impl HookedBase {
     ///     prepend: ahead of all others of its priority, instead of after them.
     ///     with_kwargs: pass the keyword arguments too, and expect `(args, kwargs)` back.
     ///     priority: higher fires first.
-    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///     on_error: how a call handles the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
     ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
@@ -204,7 +204,7 @@ impl HookedBase {
     ///     always_call: run the hook also when the call fails, for every exception; its output is
     ///         None where the module did not return.
     ///     priority: higher fires first.
-    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///     on_error: how a call handles the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
     ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
@@ -232,7 +232,7 @@ impl HookedBase {
     ///         `grad_output` is a tuple with an entry for each output, None for non-tensors.
     ///     prepend: ahead of all others of its priority, instead of after them.
     ///     priority: higher fires first.
-    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///     on_error: how a call handles the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
     ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
@@ -262,7 +262,7 @@ impl HookedBase {
     ///         `grad_input` has an entry for each of those (PyTorch: an empty tuple).
     ///     prepend: ahead of all others of its priority, instead of after them.
     ///     priority: higher fires first.
-    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///     on_error: how a call handles the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
     ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///

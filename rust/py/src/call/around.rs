@@ -76,7 +76,7 @@ impl FrameSlot for AroundSlot {
 /// the stand-ins for hooks that do not run again.
 pub struct Others<'py>(Option<Box<dyn Between<'py> + 'py>>);
 
-/// Hooks of a phase in order: first torch's, then those of the calling context, with the gaps between
+/// Hooks of a phase in order: first torch's, then the calling context's, with the gaps between
 /// them.
 pub fn in_order<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],

@@ -103,7 +103,7 @@ impl<'py> Call<'_, 'py> {
         self.write_back().map(|()| output)
     }
 
-    /// Writes what was written to kept arguments into the tensors that they stand for.
+    /// Copies writes to kept arguments into the tensors that they stand for.
     pub fn write_back(&self) -> PyResult<()> {
         let kept = self.kept.as_ref();
         kept.map_or(Ok(()), |kept| kept.write_back(self.module.py()))

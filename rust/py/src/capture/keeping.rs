@@ -134,7 +134,7 @@ impl Again for KeepAgain {
         let mut tapped = Vec::new();
         for_each_tensor(&value, &mut |tensor| {
             if collector.get().keeps_graph() {
-                // Save again what the forward saved for backward.
+                // Save the forward's saved tensors again.
                 drop(collector.get().keep_tensor(tensor)?);
             }
             let position = tapped.len();

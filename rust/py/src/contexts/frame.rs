@@ -60,7 +60,7 @@ pub struct Frame {
     attachments: Releases,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
-    /// Changes of its own hooks, without the shared frame's.
+    /// Number of changes to its hooks, without the shared frame's.
     changes: Arc<Changes>,
     /// Value of the tag's `begin`, called when it first joined a batch.
     begun: OnceLock<Py<PyAny>>,
@@ -103,7 +103,7 @@ impl Frame {
         }
     }
 
-    /// Changes of its own hooks, without the shared frame's.
+    /// Number of changes to its hooks, without the shared frame's.
     pub fn changes(&self) -> &Arc<Changes> {
         &self.changes
     }

@@ -163,7 +163,7 @@ impl Rows {
                 let rows = self.narrow(tensor, dim)?;
                 rows.call_method1(intern!(py, "copy_"), (values,))?;
             }
-            // Rows of a subclass need not be a view: a write to those of a `MaskedTensor` is lost.
+            // Rows of a subclass need not be a view: a write to rows of a `MaskedTensor` is lost.
             Self::Range { start, length } => {
                 let scattered = (values, dim, *start, start + length);
                 let whole = tensor.call_method1(intern!(py, "slice_scatter"), scattered)?;

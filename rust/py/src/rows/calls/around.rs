@@ -358,7 +358,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows. Returns
-    /// new arguments, and adds those that they stand for.
+    /// new arguments, and adds the arguments that they stand for.
     fn forward_pre_of_each(
         &self,
         members: Vec<HooksOfMember<'_>>,

@@ -59,13 +59,13 @@ impl StandIns {
         }
     }
 
-    /// Returns those of a call.
+    /// Returns the stand-ins of a call.
     pub fn of_call<'a>(call: &'a Call<'_, '_>) -> Option<&'a Self> {
         let kept: &dyn Any = call.kept.as_deref()?;
         kept.downcast_ref()
     }
 
-    /// Keeps them with a call, behind those of earlier gaps.
+    /// Adds them to a call, after the stand-ins of earlier gaps.
     pub fn keep(mut self, call: &mut Call<'_, '_>) {
         if self.all.is_empty() && self.pairs.is_empty() {
             return;
@@ -181,7 +181,7 @@ impl StandIns {
         }
     }
 
-    /// Notes that what a member wrote to a tensor is in those that it stands for.
+    /// Notes that a member's write to a stand-in has reached the original tensors.
     pub fn note_written(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         for each in self.all.iter().filter(|each| each.now.is(tensor)) {
             each.version.set(version_if_any(tensor)?);
