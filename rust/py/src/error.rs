@@ -6,15 +6,18 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 /// Makes an exception of a class in `ferrohook.errors`.
-fn of_class(py: Python<'_>, class: &str, message: String) -> PyErr {
+fn of_class(py: Python<'_>, class: &str, message: impl Into<String>) -> PyErr {
     let class = py
         .import("ferrohook.errors")
         .and_then(|errors| errors.getattr(class))
         .and_then(|class| Ok(class.cast_into::<PyType>()?));
-    class.map_or_else(|error| error, |class| PyErr::from_type(class, message))
+    class.map_or_else(
+        |error| error,
+        |class| PyErr::from_type(class, message.into()),
+    )
 }
 
-pub fn hook_error(py: Python<'_>, message: String) -> PyErr {
+pub fn hook_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "HookError", message)
 }
 
@@ -25,23 +28,23 @@ pub fn is_hook_error(py: Python<'_>, error: &PyErr) -> bool {
     class.is_ok_and(|class| error.matches(py, class).unwrap_or(false))
 }
 
-pub fn hook_type_error(py: Python<'_>, message: String) -> PyErr {
+pub fn hook_type_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "HookTypeError", message)
 }
 
-pub fn selection_error(py: Python<'_>, message: String) -> PyErr {
+pub fn selection_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "SelectionError", message)
 }
 
-pub fn rows_error(py: Python<'_>, message: String) -> PyErr {
+pub fn rows_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "RowsError", message)
 }
 
-pub fn stale_activation(py: Python<'_>, message: String) -> PyErr {
+pub fn stale_activation(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "StaleActivationError", message)
 }
 
-pub fn capture_budget(py: Python<'_>, message: String) -> PyErr {
+pub fn capture_budget(py: Python<'_>, message: impl Into<String>) -> PyErr {
     of_class(py, "CaptureBudgetError", message)
 }
 

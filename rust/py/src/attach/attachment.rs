@@ -55,7 +55,7 @@ impl Attachment {
         }
         Err(hook_error(
             py,
-            "what this was for is over: its hooks were removed".to_owned(),
+            "what this was for is over: its hooks were removed",
         ))
     }
 

@@ -101,7 +101,7 @@ impl SitesBase {
         };
         drop(serving);
         drop(former); // runs Python code
-        refused.map_or(Ok(()), |message| Err(rows_error(py, message.to_owned())))
+        refused.map_or(Ok(()), |message| Err(rows_error(py, message)))
     }
 
     /// Ends the service of a batch.
@@ -129,7 +129,7 @@ impl SitesBase {
             if serving.another(py, None) {
                 drop(serving);
                 let message = "sites are closed after the batch that they serve is left";
-                return Err(hook_error(py, message.to_owned()));
+                return Err(hook_error(py, message));
             }
             serving.closed = true;
         }

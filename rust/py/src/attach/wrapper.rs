@@ -34,8 +34,7 @@ impl HookedBase {
         if self.released.load(Ordering::Acquire) {
             return Err(hook_error(
                 py,
-                "this HookedModule gave its module back: into_inner() was called, wrap the module anew"
-                    .to_owned(),
+                "this HookedModule gave its module back: into_inner() was called, wrap the module anew",
             ));
         }
         self.inner
@@ -98,7 +97,7 @@ pub fn keeps_state_in_torch_hooks(hook: &Bound<'_, PyAny>) -> PyResult<bool> {
 fn not_initialised(py: Python<'_>) -> PyErr {
     hook_error(
         py,
-        "this HookedModule wraps no module: HookedModule.__init__ was not called".to_owned(),
+        "this HookedModule wraps no module: HookedModule.__init__ was not called",
     )
 }
 
@@ -130,7 +129,7 @@ impl HookedBase {
         }
         Err(hook_error(
             inner.py(),
-            "this HookedModule wraps a module already".to_owned(),
+            "this HookedModule wraps a module already",
         ))
     }
 

@@ -7,7 +7,7 @@ use pyo3::types::PyList;
 use crate::capture::store::{Kept, KeptTensor, Values, View};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Token, TokenDims, TokenPositions};
-use crate::torch::tensors::{copied, for_each_tensor, map_tensors, outside_inference, owned};
+use crate::torch::tensors::{copied, map_tensors, outside_inference, owned, tensors_of};
 
 /// Value joined from many calls: tensors with a row for each token, in order of position. Parts
 /// without tokens come from the last call.
@@ -53,12 +53,7 @@ impl<'py> Joined<'py> {
         let mut value = None;
         for view in views {
             let narrowed = view.narrowed()?;
-            let mut leaves = Vec::new();
-            for_each_tensor(&narrowed, &mut |tensor| {
-                leaves.push(tensor.clone());
-                Ok(())
-            })?;
-            columns.push(leaves);
+            columns.push(tensors_of(&narrowed)?);
             value = Some(narrowed);
         }
         let Some(value) = value else { return Ok(None) };

@@ -55,8 +55,7 @@ impl RequestBase {
         if shared.get().closed() {
             return Err(hook_error(
                 shared.py(),
-                "this plan was closed, or the model is gone that it was prepared for: prepare it again"
-                    .to_owned(),
+                "this plan was closed, or the model is gone that it was prepared for: prepare it again",
             ));
         }
         let request = Self {
@@ -193,8 +192,7 @@ impl RequestBase {
             return Err(hook_error(
                 py,
                 "the positions of this call are not known: call the model that the plan was \
-                 prepared for, not a part of it"
-                    .to_owned(),
+                 prepared for, not a part of it",
             ));
         };
         masks.chosen(py, at, own)

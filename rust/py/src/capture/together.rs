@@ -21,7 +21,9 @@ use crate::rows::calls::merging::{
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::TokenPositions;
 use crate::torch::made::StreamOrder;
-use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, summed, version_if_any};
+use crate::torch::tensors::{
+    any_tensor, map_tensors, requires_grad, summed, tensors_of, version_if_any,
+};
 
 /// Recorders of some members.
 pub struct JointCaptures(Vec<CaptureGroup>);
@@ -132,17 +134,11 @@ fn of_structure<'py>(
     if summed(value, index.bind(py)).is_some() {
         return Ok(part);
     }
-    let mut known = Vec::new();
-    for_each_tensor(value, &mut |tensor| {
-        known.push(tensor.clone());
-        Ok(())
-    })?;
-    for_each_tensor(&part, &mut |tensor| {
-        if known.iter().any(|each| each.is(tensor)) {
-            return Ok(());
-        }
-        Err(PyIndexError::new_err("an index of a tensor"))
-    })?;
+    let known = tensors_of(value)?;
+    let mut indexed = |tensor: &Bound<'_, PyAny>| Ok(!known.iter().any(|each| each.is(tensor)));
+    if any_tensor(&part, &mut indexed)? {
+        return Err(PyIndexError::new_err("an index of a tensor"));
+    }
     Ok(part)
 }
 
@@ -185,12 +181,7 @@ impl<'py> MemberCapture<'py> {
         // A reference to a tensor most of which is of others would keep that alive.
         let mut selected = copy || shared.written || 2 * rows.len() < shared.layout.size;
         let mut tensors = Vec::new();
-        let mut versions_missing = false;
-        for_each_tensor(value, &mut |tensor| {
-            versions_missing |= version_if_any(tensor)?.is_none();
-            Ok(())
-        })?;
-        selected |= versions_missing;
+        selected |= any_tensor(value, &mut |it| Ok(version_if_any(it)?.is_none()))?;
         let mut having = Vec::new();
         let value = map_tensors(value, &mut |tensor| {
             let py = tensor.py();

@@ -32,11 +32,11 @@ impl Activation {
     fn __enter__(&self, py: Python<'_>) -> PyResult<()> {
         let Some(frames) = self.frame.get().entered(py) else {
             let message = "activate needs an entered scope: use it inside `with scope`";
-            return Err(hook_error(py, message.to_owned()));
+            return Err(hook_error(py, message));
         };
         let entered_twice = || {
             let message = "this activation is entered: make another by activate()";
-            hook_error(py, message.to_owned())
+            hook_error(py, message)
         };
         if self.token.lock().is_some() {
             return Err(entered_twice());
@@ -63,7 +63,7 @@ impl Activation {
         let token = self.token.lock().as_ref().map(|token| token.clone_ref(py));
         let Some(token) = token else {
             let message = "this activation is not entered, or was left before";
-            return Err(hook_error(py, message.to_owned()));
+            return Err(hook_error(py, message));
         };
         reset(
             token.bind(py),

@@ -94,7 +94,7 @@ pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     if !cause.is_instance_of::<PyValueError>(py) {
         return Err(cause);
     }
-    let error = hook_error(py, elsewhere.to_owned());
+    let error = hook_error(py, elsewhere);
     error.set_cause(py, Some(cause));
     Err(error)
 }

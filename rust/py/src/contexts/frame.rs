@@ -154,7 +154,7 @@ impl Frame {
         let (py, this) = (slf.py(), slf.get());
         let not_entered = || {
             let message = "this scope is not entered, or was left before";
-            hook_error(py, message.to_owned())
+            hook_error(py, message)
         };
         let token = this
             .entered
@@ -183,8 +183,7 @@ impl Frame {
             return Err(hook_error(
                 py,
                 "a scope is left after the scopes that were entered inside it: it was left all \
-                 the same, and they were not"
-                    .to_owned(),
+                 the same, and they were not",
             ));
         }
         Ok(())
@@ -371,7 +370,7 @@ const ONCE: &str = "a scope is entered once: use activate() for other threads, s
 fn closed(py: Python<'_>) -> PyErr {
     hook_error(
         py,
-        "this scope was left, and its hooks with it: open another by scope()".to_owned(),
+        "this scope was left, and its hooks with it: open another by scope()",
     )
 }
 
@@ -458,7 +457,7 @@ impl Frame {
     pub fn enter<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         if this.deadline().is_some() {
-            return Err(hook_error(py, DEADLINE.to_owned()));
+            return Err(hook_error(py, DEADLINE));
         }
         if this.closed() || this.once.swap(true, Ordering::Relaxed) {
             let message = this.of_tag(intern!(py, "ONCE"))?;

@@ -170,8 +170,7 @@ impl Repeat {
             return Err(hook_error(
                 module.py(),
                 "backward() repeats a checkpointed forward, and the function calls a module with \
-                 hooks more often than in the forward: which hooks belong to the call is not known"
-                    .to_owned(),
+                 hooks more often than in the forward: which hooks belong to the call is not known",
             ));
         }
         Ok(found)
@@ -222,7 +221,7 @@ impl Repeat {
         if known && !live.is_empty() && live.len() != inner {
             let message = "backward() repeats a checkpointed forward, and the function registers \
                            other hooks than in the forward: which ones belong to it is not known";
-            return Err(hook_error(py, message.to_owned()));
+            return Err(hook_error(py, message));
         }
         let (mut hooks, mut again, mut places) = (Vec::new(), Vec::new(), Vec::new());
         for (number, logged) in log.whole.iter().enumerate() {

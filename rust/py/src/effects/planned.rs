@@ -164,8 +164,7 @@ impl Native for PlanGuard {
             return Err(hook_error(
                 py,
                 "modules of the model were replaced since the plan was prepared, and its hooks \
-                 are not on the new ones: prepare the plan again"
-                    .to_owned(),
+                 are not on the new ones: prepare the plan again",
             ));
         }
         if let Some(positions) = &self.positions {

@@ -28,7 +28,7 @@ use crate::rows::numbers::{BatchRows, Selections, length};
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenDims, TokenPositions, in_tensors};
 use crate::rows::positions::Positions;
 use crate::torch::copies;
-use crate::torch::tensors::for_each_tensor;
+use crate::torch::tensors::any_tensor;
 
 /// Number of sites that are open in the process.
 static SITES: AtomicUsize = AtomicUsize::new(0);
@@ -49,8 +49,7 @@ pub fn count_sites(opened: bool) {
 /// Returns `frame` as a member of a batch; raises if it cannot be one.
 fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Member> {
     if frame.cast::<BatchBase>().is_ok() {
-        let message = "a batch is no member of another".to_owned();
-        return Err(rows_error(frame.py(), message));
+        return Err(rows_error(frame.py(), "a batch is no member of another"));
     }
     Member::of(frame, rows)
 }
@@ -119,8 +118,7 @@ impl BatchBase {
             }
         }
         if members.is_empty() {
-            let message = "a batch has at least one request".to_owned();
-            return Err(rows_error(py, message));
+            return Err(rows_error(py, "a batch has at least one request"));
         }
         let ends = members.iter().map(|member| member.rows.in_tensors().end());
         let named = ends.max().unwrap_or_default();
@@ -332,13 +330,14 @@ impl BatchBase {
             if let Ok(outer) = frame.cast::<Self>()
                 && !outer.as_super().get().closed()
             {
-                let message = "a batch inside a batch: a call has one".to_owned();
-                return Err(rows_error(py, message));
+                return Err(rows_error(py, "a batch inside a batch: a call has one"));
             }
         }
         if this.joined.swap(true, Ordering::Relaxed) {
-            let message = "a batch is entered once: make another for the next step".to_owned();
-            return Err(rows_error(py, message));
+            return Err(rows_error(
+                py,
+                "a batch is entered once: make another for the next step",
+            ));
         }
         for (at, member) in this.members.iter().enumerate() {
             let frame = member.frame.bind(py);
@@ -365,7 +364,7 @@ impl BatchBase {
                 slf.call_method0(intern!(py, "_attach"))?;
             }
             if copies::capturing(py)? == Some(true) {
-                return Err(hook_error(py, CAPTURING.to_owned()));
+                return Err(hook_error(py, CAPTURING));
             }
             // Relaxed: sites are opened before a batch is entered that they are to serve.
             if SITES.load(Ordering::Relaxed) > 0 {
@@ -576,16 +575,10 @@ impl BatchBase {
     /// Sets the number of rows, unless it is known, from the call of a member's model.
     pub fn set_size(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.size.get().is_none() {
-            let mut size = None;
-            for_each_tensor(value, &mut |tensor| {
-                if size.is_none() {
-                    size = length(tensor, self.dim)?.filter(|size| *size >= self.named);
-                }
-                Ok(())
+            any_tensor(value, &mut |tensor| {
+                let size = length(tensor, self.dim)?.filter(|size| *size >= self.named);
+                Ok(size.is_some_and(|size| self.size.set(size).is_ok()))
             })?;
-            if let Some(size) = size {
-                let _ = self.size.set(size);
-            }
         }
         Ok(())
     }
@@ -640,13 +633,9 @@ impl BatchBase {
         if covered && of_row != Some(1) {
             return Ok(None);
         }
-        let (mut matrices, mut others) = (false, false);
-        for_each_tensor(value, &mut |tensor| {
-            others = others || tokens.are_first(tensor)?;
-            matrices = matrices || tokens.may_be_rows_of(tensor)?;
-            Ok(())
-        })?;
-        let found = matrices && !others && call.have(tokens)?;
+        let found = any_tensor(value, &mut |tensor| tokens.may_be_rows_of(tensor))?
+            && !any_tensor(value, &mut |tensor| tokens.are_first(tensor))?
+            && call.have(tokens)?;
         Ok(found.then(|| Layout::of_matrices(&self.members, rows, of_row.unwrap_or(1))))
     }
 

@@ -27,7 +27,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
     let unknown = || {
         let message = "negative rows and slices without an end count from the number of rows: \
                        give positions or size";
-        rows_error(py, message.to_owned())
+        rows_error(py, message)
     };
     if let Ok(slice) = rows.cast::<PySlice>() {
         let bound = |name: &Bound<'_, PyString>| slice.getattr(name)?.extract::<Option<i64>>();
@@ -74,8 +74,10 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
             .is(&py.import("torch")?.getattr("bool")?);
         let floating = rows.call_method0("is_floating_point")?.is_truthy()?;
         if dims != 1 || boolean || floating {
-            let message = "rows are an index tensor of ints with one dimension".to_owned();
-            return Err(hook_type_error(py, message));
+            return Err(hook_type_error(
+                py,
+                "rows are an index tensor of ints with one dimension",
+            ));
         }
         rows.call_method0(intern!(py, "tolist"))?.extract()?
     } else {

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::hooks::native::Turn;
-use crate::torch::tensors::for_each_tensor;
+use crate::torch::tensors::any_tensor;
 
 /// Arguments of a call.
 #[derive(Clone, Copy)]
@@ -36,16 +36,11 @@ impl<'a, 'py> CallArguments<'a, 'py> {
 
     /// True if they show that the rows of matrices of the call are these tokens.
     pub fn have(&self, tokens: Padded) -> PyResult<bool> {
-        let mut found = false;
-        let mut look = |tensor: &Bound<'py, PyAny>| {
-            found = found || tokens.are_first(tensor)? || tokens.are_viewed(tensor)?;
-            Ok(())
+        let mut test = |tensor: &Bound<'py, PyAny>| {
+            Ok(tokens.are_first(tensor)? || tokens.are_viewed(tensor)?)
         };
-        for_each_tensor(self.args.as_any(), &mut look)?;
-        if let Some(kwargs) = self.kwargs {
-            for_each_tensor(kwargs.as_any(), &mut look)?;
-        }
-        Ok(found)
+        Ok(any_tensor(self.args.as_any(), &mut test)?
+            || (self.kwargs).map_or(Ok(false), |it| any_tensor(it.as_any(), &mut test))?)
     }
 }
 

@@ -151,7 +151,7 @@ impl Membership {
     /// on.
     pub fn join(frame: &Bound<'_, Frame>, epoch: &Arc<AtomicU64>) -> PyResult<()> {
         let (py, this) = (frame.py(), frame.get());
-        let refused = |message: &str| Err(rows_error(py, message.to_owned()));
+        let refused = |message: &str| Err(rows_error(py, message));
         if this.closed() {
             return refused("a closed request is in no batch");
         }
@@ -191,7 +191,7 @@ impl Membership {
             membership.0.lock().in_sites = true;
         }
         if frame.has_own_hooks() {
-            return Err(rows_error(py, SERVED.to_owned()));
+            return Err(rows_error(py, SERVED));
         }
         Ok(())
     }
@@ -233,12 +233,12 @@ impl FrameSlot for Membership {
             (state.joined, state.in_sites)
         };
         if in_sites {
-            return Err(rows_error(py, SERVED.to_owned()));
+            return Err(rows_error(py, SERVED));
         }
         if joined && gradients {
             let message = "this request is in a batch, whose backward hooks get the gradients of \
                            all rows: it takes none";
-            return Err(rows_error(py, message.to_owned()));
+            return Err(rows_error(py, message));
         }
         Ok(())
     }

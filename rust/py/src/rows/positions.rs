@@ -60,7 +60,7 @@ impl Positions {
             _ => {
                 let message = "a request whose rows are single tokens has one prompt: lengths has \
                                one int for it";
-                return Err(rows_error(py, message.to_owned()));
+                return Err(rows_error(py, message));
             }
         };
         ats.check(py, prompt)?;

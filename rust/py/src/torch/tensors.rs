@@ -304,6 +304,29 @@ pub fn for_each_tensor<'py>(
     for_each_below(value, 0, look)
 }
 
+/// Returns the tensors of a structure, in order.
+pub fn tensors_of<'py>(value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let mut found = Vec::new();
+    for_each_tensor(value, &mut |tensor| {
+        found.push(tensor.clone());
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// True if `test` is, for one of the tensors of a structure.
+pub fn any_tensor<'py>(
+    value: &Bound<'py, PyAny>,
+    test: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
+) -> PyResult<bool> {
+    let mut any = false;
+    for_each_tensor(value, &mut |tensor| {
+        any = any || test(tensor)?;
+        Ok(())
+    })?;
+    Ok(any)
+}
+
 fn for_each_below<'py>(
     value: &Bound<'py, PyAny>,
     depth: usize,

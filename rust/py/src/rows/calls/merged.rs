@@ -12,7 +12,7 @@ use pyo3::types::PyTuple;
 
 use crate::hooks::hook::Hook;
 use crate::rows::calls::merging::{Joint, Merging};
-use crate::torch::tensors::for_each_tensor;
+use crate::torch::tensors::tensors_of;
 
 /// Member all of whose hooks merge with other members': interventions first, then captures.
 pub struct Simple {
@@ -88,25 +88,16 @@ impl MergedHooks {
         let Some(checked) = self.checked.get() else {
             return Ok(false);
         };
-        let mut known = checked.iter();
-        let mut same = true;
-        for_each_tensor(value, &mut |tensor| {
-            same = same
-                && known
-                    .next()
-                    .is_some_and(|it| it.is_of(tensor).unwrap_or(false));
-            Ok(())
-        })?;
-        Ok(same && known.next().is_none())
+        let tensors = tensors_of(value)?;
+        let mut pairs = checked.iter().zip(&tensors);
+        let alike = pairs.all(|(kind, tensor)| kind.is_of(tensor).unwrap_or(false));
+        Ok(alike && checked.len() == tensors.len())
     }
 
     /// Notes that the hooks were checked for a value; the first one counts.
     pub fn check(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        let mut kinds = Vec::new();
-        for_each_tensor(value, &mut |tensor| {
-            kinds.push(TensorKind::of(tensor)?);
-            Ok(())
-        })?;
+        let kinds = tensors_of(value)?;
+        let kinds = kinds.iter().map(TensorKind::of).collect::<PyResult<_>>()?;
         let _ = self.checked.set(kinds);
         Ok(())
     }

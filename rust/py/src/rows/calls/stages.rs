@@ -105,7 +105,7 @@ impl<'py> Stages<'_, 'py> {
             let rows = match self.places(*at) {
                 None => Cow::Borrowed(all),
                 Some(places) => Cow::Owned(all.at(&places).ok_or_else(|| {
-                    rows_error(py, "positions of other rows than the member has".to_owned())
+                    rows_error(py, "positions of other rows than the member has")
                 })?),
             };
             parts.push(MergedPart {

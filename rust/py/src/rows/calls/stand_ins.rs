@@ -212,7 +212,7 @@ impl Kept for StandIns {
             {
                 let message = "the module writes in place to a tensor that shares memory with \
                                another argument, for this request alone";
-                members[pair.member].fail_with(py, rows_error(py, message.to_owned()))?;
+                members[pair.member].fail_with(py, rows_error(py, message))?;
             }
         }
         for each in self.all.iter().rev() {

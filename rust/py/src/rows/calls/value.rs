@@ -23,7 +23,7 @@ use crate::rows::numbers::Rows;
 use crate::torch;
 use crate::torch::facts::Facts;
 use crate::torch::nested::is_nested;
-use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
+use crate::torch::tensors::{any_tensor, for_each_pair, map_tensors, tensors_of, version_if_any};
 
 /// Marks that hooks of a member run.
 pub fn note_run(member: &Member) {
@@ -188,16 +188,15 @@ impl<'a, 'py> Value<'a, 'py> {
     /// Makes the error for a value without a tensor that has the rows.
     pub fn not_covered(&self, entries: &[Arc<Entry<Hook>>]) -> PyErr {
         let py = self.whole.py();
-        let mut shapes = Vec::new();
-        let _ = for_each_tensor(self.whole, &mut |tensor| {
+        let shape = |tensor: &Bound<'_, PyAny>| {
             if is_nested(tensor)? {
-                shapes.push("(nested)".to_owned());
-                return Ok(());
+                return Ok("(nested)".to_owned());
             }
             let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
-            shapes.push(format!("{shape:?}"));
-            Ok(())
-        });
+            PyResult::Ok(format!("{shape:?}"))
+        };
+        let tensors = tensors_of(self.whole).unwrap_or_default();
+        let shapes: Vec<_> = tensors.iter().flat_map(shape).collect();
         let shapes = if shapes.is_empty() {
             format!("no tensor, but {}", type_name(self.whole))
         } else {
@@ -393,14 +392,7 @@ impl<'a, 'py> Value<'a, 'py> {
             changed.push((!same).then(|| new.clone()));
             Ok(())
         });
-        let expected = || {
-            let mut count = 0;
-            let counted = for_each_tensor(self.whole, &mut |_| {
-                count += 1;
-                Ok(())
-            });
-            counted.map(|()| count)
-        };
+        let expected = || Ok(tensors_of(self.whole)?.len());
         match (same, wrong) {
             (Err(error), _) => Err(Err(error)),
             (Ok(_), Some(wrong)) => Err(Ok(wrong)),
@@ -476,17 +468,13 @@ impl<'a, 'py> Value<'a, 'py> {
                 self.write_back(given, narrowed, wrote)?;
                 continue;
             }
-            let (mut at, mut found) = (0, false);
-            for_each_tensor(self.whole, &mut |tensor| {
-                if tensor.is(&given.whole)
-                    && let Some(changed) = changed.get_mut(at)
-                {
+            let mut found = false;
+            for (tensor, changed) in tensors_of(self.whole)?.iter().zip(&mut *changed) {
+                if tensor.is(&given.whole) {
                     found = true;
                     changed.get_or_insert_with(|| given.tensor.clone());
                 }
-                at += 1;
-                Ok(())
-            })?;
+            }
             if !found {
                 return Err(self.error(
                     wrote,
@@ -507,11 +495,7 @@ impl<'a, 'py> Value<'a, 'py> {
 
     /// True if a tensor of an output shares no memory with anything else that hooks get.
     fn is_fresh(&self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
-        let mut fresh = false;
-        for_each_tensor(self.whole, &mut |each| {
-            fresh = fresh || each.is(tensor);
-            Ok(())
-        })?;
+        let fresh = any_tensor(self.whole, &mut |each| Ok(each.is(tensor)))?;
         let shared = self.shared.as_ref();
         Ok(fresh && shared.is_none_or(|shared| shared.only_within(tensor)))
     }
@@ -555,12 +539,9 @@ impl<'a, 'py> Value<'a, 'py> {
         };
         let py = tensor.py();
         let nodes_of = |structure| {
-            let mut nodes = Vec::new();
-            for_each_tensor(structure, &mut |tensor| {
-                nodes.push(tensor.getattr(intern!(py, "grad_fn"))?);
-                Ok(())
-            })?;
-            PyResult::Ok(nodes)
+            let tensors = tensors_of(structure)?.into_iter();
+            let nodes = tensors.map(|tensor| tensor.getattr(intern!(py, "grad_fn")));
+            nodes.collect::<PyResult<Vec<_>>>()
         };
         // Kept, so that no other node gets the address of one.
         let mut seen = nodes_of(arguments)?;
@@ -710,12 +691,10 @@ fn saves(node: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Ok(saved) = node.getattr(&*name) else {
             continue;
         };
-        let mut same = false;
-        for_each_tensor(&saved, &mut |each| {
-            same = same || (address.is_some() && Facts::address_of_storage(each)? == address);
-            Ok(())
-        })?;
-        if same {
+        let mut same = |each: &Bound<'_, PyAny>| {
+            Ok(address.is_some() && Facts::address_of_storage(each)? == address)
+        };
+        if any_tensor(&saved, &mut same)? {
             return Ok(true);
         }
     }
@@ -724,12 +703,7 @@ fn saves(node: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// True if one of the tensors of a value has the rows.
 pub fn covered(value: &Bound<'_, PyAny>, layout: &Layout) -> PyResult<bool> {
-    let mut covered = false;
-    for_each_tensor(value, &mut |tensor| {
-        covered = covered || layout.covers(tensor)?;
-        Ok(())
-    })?;
-    Ok(covered)
+    any_tensor(value, &mut |tensor| layout.covers(tensor))
 }
 
 /// Returns the address of the object that the hooks of a member check, if they do nothing else.
