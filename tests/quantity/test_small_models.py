@@ -98,14 +98,14 @@ def faults_of(model: SmallModel) -> list[str]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_quantities_are_what_models_compute(part: int, request: pytest.FixtureRequest) -> None:
-    number = request.config.getoption("requests") or amount(16, whole=2_000)
+    number = request.config.getoption("requests") or amount(8, whole=2_000)
     faults = {seed: faults_of(SmallModel(seed)) for seed in range(part, number, PARTS)}
     assert not {seed: found for seed, found in faults.items() if found}
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_nothing_of_a_plain_model_is_missing(part: int, request: pytest.FixtureRequest) -> None:
-    number = request.config.getoption("requests") or amount(12, whole=400)
+    number = request.config.getoption("requests") or amount(8, whole=400)
     for seed in range(part, number, PARTS):
         model = SmallModel(seed, plain=True)
         table = fh.quantities(model, **model.example)
@@ -115,7 +115,7 @@ def test_nothing_of_a_plain_model_is_missing(part: int, request: pytest.FixtureR
         assert not missing, (seed, missing)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(amount(4, whole=8)))
 def test_one_token_shows_what_seven_show(seed: int) -> None:
     model = SmallModel(seed, plain=True)
     names = {*fh.quantities(model, **model.example)}
