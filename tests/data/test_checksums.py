@@ -27,7 +27,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def bits(path: Path) -> range:
-    """Every seventh bit of a file, so that each place in a byte occurs; with `--whole` every bit."""
+    """Every seventh bit of a file, at each place in a byte; with `--whole` every bit."""
     return range(0, 8 * path.stat().st_size, amount(7, whole=1))
 
 
