@@ -495,7 +495,7 @@ def minilm() -> Iterator[tuple[Any, Any]]:
     torch.set_num_threads(threads)
 
 
-LINES, PER_BATCH = 2_000, 80
+LINES, PER_BATCH = 1_000, 40
 
 
 @pytest.fixture

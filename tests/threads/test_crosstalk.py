@@ -24,6 +24,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import Dispatcher
+from support.amounts import amount
 from support.internals import in_no_scope
 from support.limits import LIMIT
 from support.threads import in_threads, run_together
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 THREADS = 4
-CALLS = 300
+CALLS = amount(100, whole=300)
 """Calls of each thread."""
 LAYERS = [f"layers.{index}" for index in range(4)]
 FAILS = 2
