@@ -56,7 +56,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
-        out: Tensor = self.o_proj(self.attn(*qkv.chunk(3, -1)))[0]
+        q, k, v = qkv.chunk(3, -1)
+        # A model of transformers in an engine calls `forward`.
+        z = self.attn.forward(q[0], k[0], v[0])[None] if qkv.ndim > 2 else self.attn(q, k, v)
+        out: Tensor = self.o_proj(z)[0]
         return out
 
 
@@ -94,18 +97,21 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *, sandwich: bool = False, factor: float = 1.0) -> None:
+    def __init__(
+        self, *, sandwich: bool = False, factor: float = 1.0, batched: bool = False
+    ) -> None:
         super().__init__()
+        self.batched = batched
         self.embed = nn.Embedding(1 + OBSERVED_ROWS, WIDTH)
         self.layers = nn.ModuleList(Layer(sandwich, factor) for _ in range(3))
         self.norm = Norm()
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden, residual = self.embed(ids), None
+        hidden, residual = self.embed(ids[None] if self.batched else ids), None
         for layer in self.layers:
             hidden, residual = layer(ids, hidden, residual)
         out: Tensor = self.norm(hidden, residual)[0]
-        return out
+        return out[0] if self.batched else out
 
 
 def heads_of(module: nn.Module) -> HeadSizes | None:
@@ -115,7 +121,7 @@ def heads_of(module: nn.Module) -> HeadSizes | None:
 def looked_at(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model, ModuleTable]:
     torch.manual_seed(0)
     model = Model(**options).requires_grad_(requires_grad=False).to(dtype)
-    modules = observe(model, lambda: model(IDS))
+    modules = observe(model, lambda: model(IDS), heads_of)
     return model, modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
 
 
@@ -151,6 +157,23 @@ def test_all_is_found_where_it_is(sandwich: bool) -> None:
         model(IDS)
     handle.remove()
     assert torch.equal(acts["@resid_post.1"], pair[0][0] + pair[0][1])
+
+
+def test_a_batch_dimension_of_one_changes_no_place() -> None:
+    """Models of transformers in engines: (1, tokens, width), and `forward` of attention called."""
+    model, batched = looked_at(batched=True)
+    _, plain = looked_at()
+    assert {name: each.place for name, each in batched.named.table.items()} == {
+        name: each.place for name, each in plain.named.table.items()
+    }
+    assert batched.named.heads == plain.named.heads
+    assert batched.dim == 1
+    assert {*batched.other_dims(model).values()} == {0}
+    front = ModuleTable.from_json(batched.to_json())
+    plan = fh.Plan(fh.keep("layers.1", slice=(slice(None), 0)), fh.keep(""))
+    own, other = rewritten(plan, front).entries
+    assert (own.at, other.at) == (slice(0, None), None)
+    assert [each.row_bytes for each in front.captures(fh.Plan(own, other))] == [4 * WIDTH] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

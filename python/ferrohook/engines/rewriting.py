@@ -44,7 +44,7 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     names: set[str] = set()
     for number, entry in enumerate(plan.entries):
         try:
-            entries += _rewritten(entry, modules)
+            entries += [_tokens_first(each, modules) for each in _rewritten(entry, modules)]
             if isinstance(entry, KeepEntry):
                 kept = {*map(entry.name_of, modules.selected(entry.what))}
                 _check_names(names & kept)
@@ -67,6 +67,16 @@ def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookE
     if rest is not None:
         moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
     return moved
+
+
+def _tokens_first(entry: HookEntry | KeepEntry, modules: ModuleTable) -> HookEntry | KeepEntry:
+    """Returns a capture whose `slice` gets the tokens in the first dimension.
+
+    It does at positions; without, it gets what the module returns.
+    """
+    if modules.dim and entry.at is None and "slice" in entry.options:
+        return dataclasses.replace(entry, at=slice(0, None))
+    return entry
 
 
 def _at_quantity(

@@ -9,8 +9,11 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+import torch
+
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
+from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, reason_of
 from ferrohook.engines.steps import Span
 from ferrohook.engines.wire import NAME, packed, spans_of
@@ -18,17 +21,18 @@ from ferrohook.errors import HookError
 from ferrohook.rows.batches import batch_of_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
-    from ferrohook.engines.planned import EnginePlans
     from ferrohook.engines.support import Capabilities
     from ferrohook.plans import Plan, Prepared, Request
     from ferrohook.rows.batches import GatheredModule
 
 _LOG: Final = logging.getLogger("ferrohook")
+_MOST_PLANS: Final = 256
+"""Plans that stay prepared without a request."""
 PROBE: Final = f"{NAME}-self-test"
 """Begin of the ids of a self-test's requests."""
 
@@ -55,6 +59,8 @@ class EngineWorker:
     def __init__(self, capabilities: Capabilities, dim: int = 0) -> None:
         self._capabilities = capabilities
         self._dim = dim
+        self._other_dims: Mapping[nn.Module, int] = {}
+        """That of modules where it is another."""
         self.refusal = "the model is not loaded"
         """Reason why no plan is served, while `served` is None."""
         self.served: ServedModel | None = None
@@ -81,6 +87,12 @@ class EngineWorker:
         if self.served is None:
             raise HookError(self.refusal)
         return self.served
+
+    def serve(self, model: nn.Module, modules: ModuleTable) -> None:
+        """Serves plans for a model from now on."""
+        self._dim, self._other_dims = modules.dim, modules.other_dims(model)
+        plans = EnginePlans(model, dim=modules.dim, size=_MOST_PLANS)
+        self.served = ServedModel(modules, plans)
 
     def refuse(self, reason: str) -> None:
         """Serves no plans from now on, for a reason."""
@@ -248,7 +260,7 @@ class EngineWorker:
         while members := [each for each in self._in_step if each[0].failure is None]:
             opened = [(cast("Request", request.opened), span) for request, span in members]
             try:
-                batch = batch_of_step(opened, self._dim, rows, self._gathered())
+                batch = batch_of_step(opened, self._dim, rows, self._gathered(rows))
                 batch.__enter__()
             except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
                 closed = [request for request, _ in members if request.closed]
@@ -261,9 +273,12 @@ class EngineWorker:
                 around.push(batch)
                 return
 
-    def _gathered(self) -> list[GatheredModule]:
-        """Returns the modules that see other rows in the settled step, see `batch_of_step`."""
-        return []
+    def _gathered(self, rows: int) -> list[GatheredModule]:
+        """Returns the modules of another layout in a step of `rows` rows, see `batch_of_step`."""
+        if not self._other_dims:
+            return []
+        every = torch.arange(rows)
+        return [(module, every, dim) for module, dim in self._other_dims.items()]
 
     def _agree(self) -> None:
         """Exchanges failures with other workers of the same rows."""

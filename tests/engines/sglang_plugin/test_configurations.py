@@ -28,6 +28,7 @@ TESTS = Path(__file__).parents[2]
             {"disable_radix_cache": True, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
             {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "1"},
         ),
+        ("llama", {"model_impl": "transformers"}, {"SGLANG_TEST_RETRACT": "1"}),
     ],
 )
 def test_random_requests(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.effects.formulas import SUM
-from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, NamedTensors
+from ferrohook.engines.model.modules import OBSERVED_IDS, NamedTensors, dim_of_rows
 from ferrohook.errors import HookError
 from ferrohook.names.spelling import SIGN, kind_of
 from ferrohook.quantity import Quantities, remember
@@ -57,12 +57,12 @@ class HeadSizes(NamedTuple):
 
 
 def has_rows(value: Any) -> bool:
-    """Returns True for a floating-point tensor of (rows, width)."""
+    """Returns True for a floating-point tensor of (rows, width) or (1, rows, width)."""
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
-        and value.dim() == _ROWS_AND_WIDTH
-        and value.shape[0] == OBSERVED_ROWS
+        and (dim := dim_of_rows(value.shape)) is not None
+        and value.dim() == dim + _ROWS_AND_WIDTH
     )
 
 

@@ -39,6 +39,15 @@ OBSERVED_IDS: Final = range(1, 1 + OBSERVED_ROWS)
 """Their ids."""
 
 
+def dim_of_rows(shape: Sequence[int]) -> int | None:
+    """Returns the dimension of the rows of a tensor in the observed forward, None without rows.
+
+    A model of transformers inside an engine has tensors of (1, tokens, width).
+    """
+    dims = (dim for dim in (0, 1) if (*shape[: dim + 1],) == (1,) * dim + (OBSERVED_ROWS,))
+    return next(dims, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModuleInfo:
     """A module of the model."""
@@ -56,6 +65,8 @@ class ModuleInfo:
     """Those of each part of an output that is no single tensor."""
     place: str | None = None
     """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
+    dim: int = 0
+    """Dimension of the rows in its tensors."""
 
     def index(self, name: str, index: Any) -> Any:
         """Returns the `output_index` that an entry means.
@@ -211,6 +222,9 @@ class ModuleTable:
         self.table = dict(table)
         self.compiled = compiled
         self.named = named or NamedTensors()
+        dims = [info.dim for info in self.table.values() if info.refused is None]
+        self.dim = max(dims, key=dims.count, default=0)
+        """Dimension of the rows in most modules."""
         self.fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._fused = {whole: [*parts] for whole, parts in fused.items()}
         self._owners = {it.place: name for name, it in self.table.items() if it.place is not None}
@@ -277,6 +291,14 @@ class ModuleTable:
             for name, info in self.table.items()
         }
         return ModuleTable(table, self._fused, named=self.named)
+
+    def other_dims(self, model: nn.Module) -> dict[nn.Module, int]:
+        """Returns the dimension of the rows of the modules where it is another than `dim`."""
+        return {
+            model.get_submodule(name): info.dim
+            for name, info in self.table.items()
+            if info.refused is None and info.dim != self.dim
+        }
 
     def with_quantities(self, named: NamedTensors) -> ModuleTable:
         """Returns the table with the quantities of the model."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ferrohook.engines.model.modules import (
     NEVER_RAN,
-    OBSERVED_ROWS,
     ModuleInfo,
     ModuleTable,
     Tokens,
+    dim_of_rows,
 )
 from ferrohook.engines.model.step_values import observed
 from ferrohook.errors import HookError
@@ -21,14 +21,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
+def observe(
+    model: nn.Module,
+    forward: Callable[[], object],
+    heads_of: Callable[[nn.Module], object | None] = lambda _module: None,
+) -> ModuleTable:
     """Observes the outputs of all modules in one forward of `OBSERVED_ROWS` tokens.
+
+    Args:
+        model: the engine's, loaded.
+        forward: runs it.
+        heads_of: returns None for a module that is not called as attention(q, k, v, ...). Models of
+            transformers call its `forward`, which fires no hooks: from now on, that calls the
+            module.
 
     Raises:
         HookError: no module ran.
     """
     with observed(model) as calls:
         forward()
+    past_hooks = [it for it in model.modules() if it not in calls and heads_of(it) is not None]
+    if past_hooks:
+        for module in past_hooks:
+            module.forward = CallingForward(module)
+        with observed(model) as calls:
+            forward()
     if not calls:
         msg = "no module of the engine's model ran in the observed forward"
         raise HookError(msg)
@@ -37,8 +54,31 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
         own = calls.get(module, [])
         info = _info(module, [_shapes(call.output) for call in own])
         inputs = _shapes(own[-1].args) if own else []
-        table[name] = dataclasses.replace(info, inputs=tuple(map(_row, inputs)))
+        table[name] = dataclasses.replace(info, inputs=tuple(_row(it, info.dim) for it in inputs))
     return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
+
+
+class CallingForward:
+    """Forward that calls its module, so that hooks fire; the one within that call computes.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._computes = module.forward
+        self._is_called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        if self._is_called:
+            return self._computes(*args, **kwargs)
+        self._is_called = True
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            self._is_called = False
 
 
 def _shapes(output: Any) -> Any:
@@ -50,13 +90,13 @@ def _shapes(output: Any) -> Any:
     return None
 
 
-def _row(shapes: Any) -> Tokens | None:
+def _row(shapes: Any, dim: int) -> Tokens | None:
     """Returns width and bytes per token of a tensor from its entry in `_shapes`, or None."""
     if not isinstance(shapes, tuple):
         return None
     shape, size = shapes
-    has_rows = len(shape) > 1 and shape[0] == OBSERVED_ROWS
-    return (shape[-1], shape[1:].numel() * size) if has_rows else None
+    has_rows = len(shape) > dim + 1 and dim_of_rows(shape) == dim
+    return (shape[-1], shape[dim + 1 :].numel() * size) if has_rows else None
 
 
 def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
@@ -69,13 +109,15 @@ def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
     (output,) = calls
     parts = output if isinstance(output, list) else [output]
     tensors = [part for part in parts if isinstance(part, tuple)]
-    if not tensors or any(len(shape) < 1 or shape[0] != OBSERVED_ROWS for shape, _ in tensors):
+    dims = {dim_of_rows(shape) for shape, _ in tensors}
+    dim = dims.pop() if len(dims) == 1 else None
+    if dim is None:
         return ModuleInfo("other", refused="its output is no tensor of a row per token")
     shape, size = tensors[0]
-    info = ModuleInfo("tensor", shape[-1], shape[1:].numel() * size)
+    info = ModuleInfo("tensor", shape[-1], shape[dim + 1 :].numel() * size, dim=dim)
     if output is not parts:
         return info
-    info = dataclasses.replace(info, outputs=tuple(map(_row, parts)))
+    info = dataclasses.replace(info, outputs=tuple(_row(it, dim) for it in parts))
     norm = "Norm" in type(module).__name__
     if len(tensors) == 1 or norm:
         return dataclasses.replace(info, kind="first")

@@ -19,19 +19,19 @@ import safetensors
 import safetensors.torch
 import torch
 
+from ferrohook.attach.attention import attended
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.uploads import VectorsOfPlan
 from ferrohook.engines.wire import FIELD, NAME, VECTORS, unpacked
-from ferrohook.engines.worker import EngineWorker, ServedModel
+from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from ferrohook.plans import Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
-_MOST_PLANS: Final = 256
 _names: Final = itertools.count()
 
 
@@ -95,12 +94,13 @@ class SchedulerWorker(EngineWorker):
         if processor is None:
             msg = f"{type(model).__name__} has no logits_processor, before which rows are checked"
             raise HookError(msg)
+        self._add_attention(model)
         layers = stream_layers(model, self._run_alone)
-        modules = observe(model, self._run_alone)
+        modules = observe(model, self._run_alone, _heads_of)
         self._points = StreamPoints(model, layers, self.failing)
         modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
-        self.served = ServedModel(modules, EnginePlans(model, size=_MOST_PLANS))
+        self.serve(model, modules)
         secret = secrets.token_bytes(32)
         # Its requests are within no limits but their own.
         self._options = SglangOptions(capture_bytes=sys.maxsize)
@@ -108,6 +108,16 @@ class SchedulerWorker(EngineWorker):
         self._test_itself(modules)
         self._options = options
         self._admission = Admission(modules, options, secret)
+
+    def _add_attention(self, model: nn.Module) -> None:
+        """Makes the attention of a model of transformers, which SGLang keeps in a dict, modules."""
+        instances = getattr(model, "attention_instances", None)
+        if instances:
+            with attended() as calls:
+                self._run_alone()
+            for each in calls:
+                layer: Any = each.module
+                layer.add_module("attn", instances[layer.layer_idx])
 
     def _look(self, model: nn.Module) -> NamedTensors:
         """Proves the model's quantities, with the hook points of all layers in use."""
@@ -135,6 +145,7 @@ class SchedulerWorker(EngineWorker):
             HookError: they are not the rows of the requests.
         """
         names = [name for name, it in modules.table.items() if it.place or it.kind == "stream"]
+        names += [name for name in modules.named.table if name.startswith("@resid_post.")]
         if not names:
             msg = "no layer of the model was recognized, behind which a plan sees the stream"
             raise HookError(msg)

@@ -233,12 +233,9 @@ class ManagerWorker(EngineWorker):
         if changed:
             around.enter_context(self._apart(WatchedRows(changed)))
 
-    def _gathered(self) -> list[GatheredModule]:
+    def _gathered(self, rows: int) -> list[GatheredModule]:
         processor = self._manager.batch_processor
-        gathered: list[GatheredModule] = []
-        if self._other_dims:
-            every = torch.arange(self._step.rows)
-            gathered += [(module, every, dim) for module, dim in self._other_dims.items()]
+        gathered = super()._gathered(rows)
         if processor.model_runner.supports_logits_to_keep(self._manager.model):
             head = head_rows(self._step, requests_in(processor))
             gathered += [(module, head, None) for module in self._head]

@@ -35,6 +35,8 @@ CAPABILITIES: Final = Capabilities(
         "pooling models": "plans travel in SamplingParams",
         "compilation without sites": "hooks are not in vLLM's graph: name the modules by "
         "additional_config={'ferrohook': {'sites': 'model.layers.*'}}, or enforce_eager=True",
+        "compilation of transformers' models": "sites are tensors of (tokens, width), and theirs "
+        "have another dimension: start with enforce_eager=True",
         "CUDA graphs": "a replay runs no Python, and was not run on a GPU yet: start with "
         "compilation_config={'cudagraph_mode': 'NONE'}, or enforce_eager=True",
         "diffusion": "a forward reruns tokens that are not settled",
@@ -90,6 +92,8 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "encoders and decoders": bool(model.is_encoder_decoder),
         "pooling models": model.runner_type != "generate",
         "compilation without sites": bool(compilation.mode) and not has_sites,
+        "compilation of transformers' models": bool(compilation.mode)
+        and model.using_transformers_backend(),
         "CUDA graphs": getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE",
         "diffusion": bool(model.is_diffusion),
     }

@@ -20,14 +20,13 @@ from torch.nn import functional
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
-from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
-from ferrohook.engines.worker import EngineWorker, ServedModel
+from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
 """Its handlers show information too."""
-_MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped for results_bytes"
 
@@ -108,7 +106,7 @@ class RunnerWorker(EngineWorker):
         self._ranks = Ranks.of(self._config)
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
-        modules = observe(model, forward)
+        modules = observe(model, forward, _heads_of)
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
         else:
@@ -116,7 +114,7 @@ class RunnerWorker(EngineWorker):
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
             self._lay_sites(model, names, index, modules.table[names[0]].width)
-        self.served = ServedModel(modules, EnginePlans(model, size=_MOST_PLANS))
+        self.serve(model, modules)
 
     def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
         """Lays the operators of a compiled engine, if their tables fit.

@@ -223,11 +223,23 @@ class Tracer:
             return self._after_norm(normed.pop())
         if not normed and not plain:
             return self._first_taker(value, followed)
-        sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
         one = len({*plain.values()}) == len({site.path for site in plain}) == 1
-        if normed or not one or not sites or not {*sites} <= self._look.sites.keys():
+        if normed or not one:
             return None
-        return Entry(sites, plain[sites[0]], None)
+        (path,), (state,) = {site.path for site in plain}, {*plain.values()}
+        sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
+        sites = sites or self._takers_inside(path, state)
+        return Entry(sites, state, None) if sites and {*sites} <= self._look.sites.keys() else None
+
+    def _takers_inside(self, path: str, value: int) -> tuple[ObservedTensor, ...]:
+        """Returns the inputs of modules in another one, which takes a value where no hook sees."""
+        return tuple(
+            ObservedTensor.input(call.path, part)
+            for call in self._consumers(value)
+            if call.path.startswith(f"{path}.")
+            for part, each in call.inputs.items()
+            if each == value and not isinstance(part, Hidden)
+        )
 
     def _takes(
         self, value: int, contribution: int, followed: set[str]
