@@ -21,10 +21,7 @@ def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_cr
         The first argument if it is a tensor, the first tensor in it if it is a tuple or a list,
         else None.
     """
-    if not input:
-        return None
-    first = input[0]
-    return first if isinstance(first, Tensor) else first_tensor(first)
+    return first_tensor(input[0]) if input else None
 
 
 def first_tensor(value: Any, *, in_dicts: bool = False) -> Tensor | None:
