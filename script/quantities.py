@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import ferrohook as fh
-from support.zoo import kinds, make, summary, token_ids
+from support.zoo import differences, kinds, make, summary, token_ids
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/quantity/golden.json"
@@ -32,6 +32,7 @@ SHOWN = (
     "q",
     "pattern",
     "router",
+    "experts",
 )
 ABSENT = ("parallel block", "no contribution to the stream is of this kind", "has not both")
 """Starts of reasons of quantities that a block does not have."""
@@ -47,14 +48,15 @@ def looked_at(kind: str) -> dict[str, Any]:
         text = " ".join(str(error).split())[:120]
         return {"not built": f"{type(error).__name__}: {text}"}
     try:
-        return summary(fh.quantities(model))
+        table = fh.quantities(model)
     except fh.HookError as error:
         return {"proved": {}, "read alone": [], "missing": {"all": {str(error): ""}}}
+    return summary(table) | {"bfloat16": differences(table, fh.quantities(model.bfloat16()))}
 
 
 def missed(found: dict[str, Any], quantity: str) -> dict[str, str]:
     """Returns the reasons for which a quantity is missing that the type has, with its blocks."""
-    if not found["proved"].get("resid_post") and quantity != "router":
+    if not found["proved"].get("resid_post") and quantity not in {"router", "experts"}:
         missing = found["missing"]
         reasons: dict[str, Any] = missing.get("resid_post") or missing["all"]
         return dict.fromkeys(reasons, "all")
@@ -99,6 +101,7 @@ def page(golden: dict[str, dict[str, Any]]) -> str:
             "q",
             "mlp_act",
             "router",
+            "experts",
         ):
             for reason in missed(it, quantity):
                 if it["proved"].get("resid_post") or quantity == "resid_post":

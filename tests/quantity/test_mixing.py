@@ -188,6 +188,7 @@ def test_bart_has_two_stacks(tokens: int | None) -> None:
         **{f"@resid_post.{n}": f"model.decoder.layers.{n}" for n in range(3)},
     }
     assert table["@embed"].path == "model.decoder.embed_tokens"
+    assert table["@decoder.embed"].path == "model.decoder.embed_tokens"
     assert table["@encoder.embed"].path == "model.encoder.embed_tokens"
 
 

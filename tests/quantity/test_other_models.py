@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.zoo import token_ids, uneven
+from support.zoo import make, token_ids, uneven
 
 IDS = token_ids()
 SMALL: dict[str, Any] = {
@@ -71,6 +71,21 @@ def test_t5_has_an_encoder_and_cross_attention() -> None:
     assert torch.equal(acts[names[0]], output.encoder_hidden_states[2])
     assert torch.equal(acts[names[1]], output.decoder_hidden_states[2])
     assert torch.equal(acts[names[2]], seen[0])
+    names = ["@decoder.resid_post.*", "@decoder.q.1.2", "@q.1.2", "@decoder.final_norm"]
+    plan = fh.Plan.from_json(fh.Plan(fh.keep(names)).to_json())
+    with torch.no_grad():
+        _, kept = fh.run(model, IDS, decoder_input_ids=IDS, plan=plan)
+    assert {name for name in kept if "resid" in name} == {
+        f"@decoder.resid_post.{n}" for n in range(3)
+    }
+    assert torch.equal(kept["@decoder.resid_post.1"], acts["@resid_post.1"])
+    assert torch.equal(kept["@decoder.q.1.2"], kept["@q.1.2"])
+    assert torch.equal(kept["@decoder.final_norm"], output.decoder_hidden_states[-1])
+    assert "decoder.resid_post.1" in table
+    assert table["@decoder.resid_post.1"].path == table["@resid_post.1"].path
+    assert not [name for name in table if name.startswith("@decoder")]
+    with pytest.raises(fh.SelectionError, match=r"@q.7 is not proved"):
+        fh.capture(model, "@decoder.q.7")
 
 
 def test_whisper_with_an_example() -> None:
@@ -101,6 +116,12 @@ def test_whisper_with_an_example() -> None:
     for kind in ("resid_post", "attn_out", "cross_out", "mlp_out", "z"):
         assert blocks(table, kind) == 3, kind
     assert blocks(table, "encoder.attn_out") == blocks(table, "encoder.resid_post") == 2
+    assert table["@decoder.cross_out.2"].path == "model.decoder.layers.2.encoder_attn"
+
+
+def test_a_model_without_an_encoder_has_no_decoder_beside_it() -> None:
+    with pytest.raises(fh.SelectionError, match=r"@decoder.resid_post.1 is not proved"):
+        fh.capture(make("opt"), "@decoder.resid_post.1")
 
 
 class Attention(nn.Module):

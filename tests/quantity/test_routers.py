@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts, against logits by hand and against the experts that run."""
+"""Routers and experts of mixtures, against logits by hand and against the experts that run."""
 
 from __future__ import annotations
 
@@ -112,6 +112,56 @@ def test_neurons_of_fused_experts_have_their_reason() -> None:
         fh.capture(make("mixtral"), "@mlp_act.1")
 
 
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "jamba", "phimoe"]
+)
+def test_experts_are_those_of_the_router_and_can_be_chosen(kind: str) -> None:
+    model = make(kind, **(SPARSE if kind == "deepseek_v3" else {}))
+    experts, names = experts_of(model, 1), ["@experts.1", "@expert_weights.1"]
+    calls: list[tuple[Any, ...]] = []
+    experts.register_forward_hook(lambda _module, args, output: calls.append((*args, output)))
+    table = fh.quantities(model)
+    assert all(table[name].writable for name in names)
+    assert table["@experts.1"].dimensions == ("batch * tokens", "chosen")
+    with torch.no_grad(), fh.capture(model, names, copy="clone") as acts:
+        model(IDS)
+    for name, taken in zip(names, calls[-1][1:3], strict=True):
+        assert torch.equal(acts[name], taken)
+    wanted = (acts["@experts.1"] + 1) % 4, acts["@expert_weights.1"].flip(0)
+    hooks: dict[str, Any] = {
+        name: lambda _m, _a, _v, new=new: new for name, new in zip(names, wanted, strict=True)
+    }
+    with torch.no_grad():
+        fh.run(model, IDS, hooks=hooks)
+        x, numbers, weights, output = calls[-1]
+        assert torch.equal(numbers, wanted[0])
+        assert torch.equal(weights, wanted[1])
+        # Expert by expert, for all tokens, with the weights of the tokens that chose it.
+        one = torch.ones_like(weights[:, :1])
+        alone = [experts.forward(x, torch.full_like(numbers[:, :1], n), one) for n in range(4)]
+        share = [(weights * (numbers == n)).sum(1, keepdim=True) for n in range(4)]
+    expected = sum(each * it for each, it in zip(alone, share, strict=True))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plans_keep_the_experts_of_some_tokens() -> None:
+    model = make("mixtral")
+    plan = fh.Plan.from_json(
+        fh.Plan(fh.keep(["@router.1", "@experts.*"], at=slice(1, 3))).to_json()
+    )
+    with torch.no_grad():
+        _, acts = fh.run(model, IDS, plan=plan)
+    assert acts["@experts.2"].dtype == torch.int64
+    assert torch.equal(acts["@experts.1"], acts["@router.1"].topk(2, -1).indices)
+
+
+def test_numbers_of_experts_are_changed_by_no_addition() -> None:
+    with pytest.raises(
+        fh.HookTypeError, match=r"Add changes tensors of floating point, got .*int64"
+    ):
+        fh.run(make("mixtral"), IDS, hooks={"@experts.1": fh.Add(torch.ones(2))})
+
+
 class Odd(nn.Module):
     """Mixture whose weights are no softmax and no sigmoid of what chose the experts."""
 
@@ -162,6 +212,8 @@ def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -
     assert "@mlp_out.1" in table
     with pytest.raises(fh.SelectionError, match=reason):
         fh.capture(model, "@router.1")
+    assert "mixture(experts, expert_weights) = " in table["@experts.1"].equation
+    assert table["@expert_weights.1"].writable
 
 
 class Bare(nn.Module):
@@ -244,3 +296,53 @@ def test_weights_are_found_in_what_experts_take_of_all_positions(odd: bool) -> N
         return
     assert table["@router.1"].path == "1.mlp.gate"
     assert table["@router.1"].writable
+    assert "no module takes the numbers and weights" in table.missing["experts.1"]
+
+
+class Capped(Experts):
+    """Experts that ignore their numbers or their weights, run all, or add something more."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        if self.how == "same expert":
+            numbers = numbers * 0
+        if self.how == "own weights":
+            weights = torch.full_like(weights, 0.5)
+        if self.how == "all":
+            assert numbers.shape == weights.shape == (len(x), 4)
+        mixed = super().forward(x, numbers, weights)
+        return mixed + 0.01 * x if self.how == "shared" else mixed
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("how", ["same expert", "own weights", "all", "shared"])
+def test_arguments_that_do_not_choose_experts_are_not_written(how: str, square: bool) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(8, 4), Capped(how)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            scores = self.gate(flat).softmax(-1)
+            weights, numbers = scores.topk(2, -1)
+            weights = weights.square() if square else weights
+            if how == "all":
+                weights = torch.zeros_like(scores).scatter(1, numbers, weights)
+                numbers = torch.arange(4).expand(len(flat), -1)
+            mixed: Tensor = self.experts(flat, numbers, weights)
+            return x + mixed.view_as(x)
+
+    torch.manual_seed(0)
+    table = fh.quantities(nn.Sequential(Sparse(), Sparse()), torch.randn(2, 5, 8))
+    if square or how == "all":
+        reason = "goes through all experts" if how == "all" else "no router explains the weights"
+        assert reason in table.missing["experts.1"]
+        assert reason in table.missing["expert_weights.1"]
+        return
+    assert "softmax(router)[chosen]" in table["@experts.1"].equation
+    assert not table["@experts.1"].writable
+    assert not table["@expert_weights.1"].writable

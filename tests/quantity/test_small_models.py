@@ -48,7 +48,7 @@ def close(one: Tensor, other: Tensor, roundings: int, total: Tensor | None = Non
         return False
     left, right = one.double().reshape(-1), other.double().reshape(-1)
     size = max(float(each.abs().max()) for each in (right, total) if each is not None)
-    limit = roundings * torch.finfo(other.dtype).eps * size
+    limit = roundings and roundings * torch.finfo(other.dtype).eps * size
     return bool(((left - right).abs() <= limit).all())
 
 
@@ -64,7 +64,9 @@ def is_right(name: str, quantity: fh.Quantity, found: Tensor, right: Mapping[str
 
 
 def change(tensor: Tensor) -> Tensor:
-    """Adds noise to a tensor, which depends on its size and not on its shape."""
+    """Adds noise to a tensor, which depends on its size and not on its shape; other integers."""
+    if not tensor.is_floating_point():
+        return (tensor + 1) % (tensor.max() + 1)
     noise = torch.randn(tensor.numel(), generator=torch.Generator().manual_seed(7))
     return tensor + noise.view_as(tensor).to(tensor) * tensor.std(correction=0)
 
@@ -124,7 +126,10 @@ def test_one_token_shows_what_seven_show(seed: int) -> None:
     assert not faults_of(model)
 
 
-@pytest.mark.parametrize("seed", [59, 93, 177])
+@pytest.mark.parametrize("seed", [39, 59, 93, 171, 177, 199])
 def test_models_that_were_wrong(seed: int) -> None:
-    """Of 59 and 93, multipliers and an encoder's end; of 177, a decoder with rows of its own."""
+    """Of 59 and 93, multipliers and an encoder's end; of 177, a decoder with rows of its own.
+
+    Of 39, 171 and 199, one token: attention to it is affine, and any module gives it by factors.
+    """
     assert not faults_of(SmallModel(seed))

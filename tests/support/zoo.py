@@ -186,9 +186,7 @@ def summary(table: Any) -> dict[str, Any]:
     missing: dict[str, dict[str, list[str]]] = {}
     for name, reason in table.missing.items():
         kind, number = _split(name)
-        # Residuals are of this machine.
-        plain = re.sub(r"\d\.\de[-+]\d+", "...", reason)
-        missing.setdefault(kind, {}).setdefault(plain, []).append(number)
+        missing.setdefault(kind, {}).setdefault(_plain(reason), []).append(number)
     return {
         "proved": {kind: " ".join(numbers) for kind, numbers in sorted(proved.items())},
         "read alone": sorted({_split(it[1:])[0] for it in table if not table[it].writable}),
@@ -197,6 +195,25 @@ def summary(table: Any) -> dict[str, Any]:
             for kind, reasons in sorted(missing.items())
         },
     }
+
+
+def differences(table: Any, other: Any) -> dict[str, str]:
+    """Returns the quantities whose places differ in two tables, with what the other one says."""
+
+    def shown(found: Any, name: str) -> str:
+        if name not in found:
+            return "missing: " + _plain(found.missing.get(name.removeprefix("@"), ""))
+        # A multiplier is as exact as the precision.
+        place: str = found[name].place.split(" * ")[-1]
+        return place if found[name].writable else f"{place}, read alone"
+
+    names = sorted({*table, *other})
+    return {name: shown(other, name) for name in names if shown(table, name) != shown(other, name)}
+
+
+def _plain(reason: str) -> str:
+    """Returns a reason without residuals, which are of this machine."""
+    return re.sub(r"\d\.\de[-+]\d+", "...", reason)
 
 
 def _split(name: str) -> tuple[str, str]:

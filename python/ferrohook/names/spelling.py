@@ -24,6 +24,8 @@ KINDS: Final = (
     "resid_mid",
     "mlp_in",
     "router",
+    "experts",
+    "expert_weights",
     "mlp_act",
     "mlp_out",
     "resid_post",

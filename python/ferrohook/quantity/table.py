@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ferrohook.attach.attention import DIMENSIONS
 from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select_names
-from ferrohook.names.spelling import SIGN, kind_of, order_of
+from ferrohook.names.spelling import KINDS, SIGN, kind_of, order_of
 from ferrohook.quantity.proofs.proving import look_at
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.swallowed import refuse_swallowed
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ferrohook.quantity.proofs.proved import Findings, Proved
 
 VERSION: Final = 1
+_ENCODER: Final = "encoder."
+_DECODER: Final = "decoder."
 _COLUMNS: Final = ("quantity", "place", "shape", "write", "equation", "residual")
 
 
@@ -86,12 +88,19 @@ class Quantities(Mapping[str, Quantity]):
     def __init__(
         self, found: Mapping[str, Quantity], missing: Mapping[str, str], model: str
     ) -> None:
-        ordered = sorted(found, key=lambda name: order_of(name.removeprefix(SIGN)))
+        ordered = sorted(found, key=lambda name: order_of(_plain(name)))
         self._found = {name: found[name] for name in ordered}
         self.missing = dict(sorted(missing.items()))
         """Reasons of the quantities that are not there or not proved, by name."""
         self.model = model
         """Name of the model's class."""
+        self._aliases: dict[str, Quantity] = {}
+        """Quantities of the last stack by `@decoder.*`, where one before it is an encoder."""
+        if any(name.startswith(_ENCODER) for name in [*map(_plain, found), *missing]):
+            for name, each in self._found.items():
+                if _plain(name).partition(".")[0] in KINDS:
+                    alias = f"{SIGN}{_DECODER}{_plain(name)}"
+                    self._aliases[alias] = dataclasses.replace(each, name=alias)
         self._model: weakref.ref[nn.Module] | None = None
 
     def __getitem__(self, name: str) -> Quantity:
@@ -100,13 +109,15 @@ class Quantities(Mapping[str, Quantity]):
         Raises:
             SelectionError: it is not there or not proved: tells the reason and the nearest ones.
         """
-        found = self._found.get(name if name.startswith(SIGN) else f"{SIGN}{name}")
+        full = f"{SIGN}{_plain(name)}"
+        found = self._found.get(full) or self._aliases.get(full)
         if found is None:
             raise self.refusal(name)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self._found or f"{SIGN}{name}" in self._found)
+        full = f"{SIGN}{_plain(name)}" if isinstance(name, str) else None
+        return full in self._found or full in self._aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -120,14 +131,16 @@ class Quantities(Mapping[str, Quantity]):
         Raises:
             SelectionError: there is none.
         """
-        names = select_names(self._found, pattern)
-        if not names:
-            raise self.refusal(pattern)
-        return [self._found[name] for name in names]
+        for quantities in (self._found, self._aliases):
+            if names := select_names(quantities, pattern):
+                return [quantities[name] for name in names]
+        raise self.refusal(pattern)
 
     def refusal(self, name: str) -> SelectionError:
         """Makes the error for a quantity that cannot be used."""
-        plain = name.removeprefix(SIGN)
+        plain = _plain(name)
+        if self._aliases:
+            plain = plain.removeprefix(_DECODER)
         reasons = {each: self.missing[each] for each in select_names(self.missing, plain)}
         if not reasons:
             reasons = {each: self.missing[each] for each in _causes(plain) if each in self.missing}
@@ -210,6 +223,10 @@ class Quantities(Mapping[str, Quantity]):
         return html_table([*self._rows(), *missing])
 
 
+def _plain(name: str) -> str:
+    return name.removeprefix(SIGN)
+
+
 def _causes(name: str) -> tuple[str, ...]:
     """Returns the quantities without which the one of a name is not looked for."""
     kind, segments = kind_of(name), name.split(".")
@@ -258,6 +275,8 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
 
 
 _WIDTHS = {
+    "expert_weights": "chosen",
+    "experts": "chosen",
     "k": "kv_heads * head_dim",
     "logits": "vocabulary",
     "mlp_act": "neurons",

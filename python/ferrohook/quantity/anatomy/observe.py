@@ -111,7 +111,7 @@ class ModuleCall(NamedTuple):
 class Choice(NamedTuple):
     """Integers that a module takes, a row for each position: numbers of experts, say."""
 
-    path: str
+    site: ObservedTensor
     start: int
     """Time at which its call began."""
     numbers: Tensor
@@ -165,17 +165,17 @@ class Look:
         self._time += 1
         tensors = self._taken(args, kwargs)
         self._open.append((self._time, self._see(path, tensors, inputs=True)))
-        chosen = filter(_is_choice, (*args, *kwargs.values()))
-        self.choices += [Choice(path, self._time, each.cpu()) for each in chosen]
+        self.choices += [
+            Choice(ObservedTensor.input(path, part), self._time, each.cpu())
+            for part, each in inputs_of(args, kwargs)
+            if _is_choice(each)
+        ]
         changed = self._changed(path, tensors, inputs=True)
-        if changed:
-            args = tuple(changed.get(_key(args, n), each) for n, each in enumerate(args))
-            kwargs = {name: changed.get(_name(args, name), it) for name, it in kwargs.items()}
-        return args, kwargs
+        return with_inputs(args, kwargs, changed)
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Tensor]:
         """Returns the tensors among the arguments of a call, by part."""
-        return {part: it for part, it in _inputs(args, kwargs) if self._kept(it)}
+        return {part: it for part, it in inputs_of(args, kwargs) if self._kept(it)}
 
     def _give(
         self, path: str, _module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any
@@ -288,11 +288,22 @@ def _name(args: tuple[Any, ...], name: str) -> str | Hidden:
     return Hidden(name) if args else name
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the arguments of a call, each after the part that it is of the input."""
     for place, each in enumerate(args):
         yield _key(args, place), each
     for name, each in kwargs.items():
         yield _name(args, name), each
+
+
+def with_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[Any, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with some of them replaced, by part."""
+    return (
+        tuple(changed.get(_key(args, place), each) for place, each in enumerate(args)),
+        {name: changed.get(_name(args, name), each) for name, each in kwargs.items()},
+    )
 
 
 def _outputs(output: Any, kept: Callable[[Any], bool]) -> Iterator[tuple[Any, Tensor]]:

@@ -35,6 +35,7 @@ from ferrohook.quantity.anatomy.subjects import (
 from ferrohook.quantity.anatomy.sublayers import TITLES, Classifier
 from ferrohook.quantity.proofs.arrivals import Arrivals
 from ferrohook.quantity.proofs.attention import look_inside
+from ferrohook.quantity.proofs.experts import Mixture, prove_experts
 from ferrohook.quantity.proofs.own_sums import OwnSums
 from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.routers import (
@@ -132,6 +133,8 @@ class _ModelProver:
         self._subject = subject
         self._look = look
         self._first = first
+        self._mixed = look
+        """At a subject that shows which sublayers mix tokens."""
         self._heads = heads
         self._no_heads = no_heads
         self._anatomist = Anatomist(subject.model, self._look)
@@ -144,11 +147,13 @@ class _ModelProver:
         self._sums = OwnSums(self._look, first)
         self._routed: dict[str, Routed] = {}
         """Routers by the names of their quantities."""
+        self._mixtures: list[Mixture] = []
 
     def findings(self) -> Findings:
         stacks, failures, self._blocks, ends = stacks_of(self._anatomist)
         self._missing |= {f"{prefix}resid_post": it for prefix, it in failures.items()}
-        classifier = Classifier(*self._mixing(), self._heads)
+        subject, self._mixed = self._mixing()
+        classifier = Classifier(subject, self._mixed, self._heads)
         for stack in stacks:
             classifier.classify(stack, [it for it in ends if it != stack.parts[-1].block.after])
         for stack in stacks:
@@ -164,7 +169,9 @@ class _ModelProver:
             arrived = arrive(self._subject, self._routed)
             for each in self._proved:
                 each.writable |= each.name in arrived
-        return Findings(self._proved + self._inside, self._missing, self._subject.example)
+        experts, missing = prove_experts(self._subject, self._look, self._mixtures)
+        proved = [*self._proved, *self._inside, *experts]
+        return Findings(proved, self._missing | missing, self._subject.example)
 
     def _mixing(self) -> tuple[Subject, Look]:
         """Returns a subject and a look at it that show which sublayers mix tokens, if one does."""
@@ -201,12 +208,14 @@ class _ModelProver:
             if kind in unclear or (counts.get(kind, 0) != 1 and kind in {"attention", "mlp"}):
                 self._missing[f"{prefix}{title}_out.{index}"] = _absence(kind, counts)
         self._mid(stack, part)
-        self._router(stack, part)
+        if self._has_experts(part):
+            self._router(stack, part)
+            kinds = ("router", "experts", "expert_weights")
+            router, *names = (f"{stack.prefix}{kind}.{index}" for kind in kinds)
+            self._mixtures.append(Mixture(block.path, (*names,), self._routed.get(router)))
 
     def _router(self, stack: BlockStack, part: BlockParts) -> None:
         """Finds the logits by which experts are chosen."""
-        if not self._has_experts(part):
-            return
         name = f"{stack.prefix}router.{part.index}"
         path = part.block.path
         found = SEVERAL if has_several(self._look, path) else router_of(self._look, path)
@@ -289,7 +298,13 @@ class _ModelProver:
             return
         if title == "attn" and self._points(stack, part, each):
             return
-        if each.last is None:
+        sites = self._mixed.sites
+        if (
+            each.last is None
+            or each.projected is None
+            # Of one token, attention without an output projection returns its values.
+            or sites[each.projected].value != sites[each.raw].value
+        ):
             experts = self._has_experts(part)
             self._missing[f"{prefix}{inner}.{index}"] = (
                 FUSED if title == "mlp" and experts else "no single projection returns the output"

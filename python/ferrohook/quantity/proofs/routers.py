@@ -72,6 +72,8 @@ class Weighed(NamedTuple):
     """(positions, chosen experts)."""
     weights: Tensor
     """Of the same shape."""
+    sites: tuple[ObservedTensor, ObservedTensor] | None = None
+    """Numbers and weights among the module's arguments; None if it takes them in another form."""
 
 
 class Routed(NamedTuple):
@@ -137,7 +139,7 @@ def residual_of(look: Look, routed: Routed, *, after: bool = False) -> tuple[flo
     found = [each for each in weighed(look, parent) if each.path == routed.path]
     if len(found) != 1 or routed.site not in look.sites:
         return torch.inf, False
-    _, _, numbers, weights = found[0]
+    _, _, numbers, weights, _ = found[0]
     logits = look.tensor(routed.site, after=after).reshape(len(numbers), -1)
     if int(numbers.max()) >= logits.shape[1]:
         return torch.inf, False
@@ -194,21 +196,22 @@ def weighed(look: Look, prefix: str) -> Iterator[Weighed]:
         look: at the model.
         prefix: path of the block.
     """
-    taken: dict[tuple[str, int], list[Tensor]] = {}
+    taken: dict[tuple[str, int], list[tuple[ObservedTensor, Tensor]]] = {}
     for each in look.sightings:
         if each.site.inputs and f"{each.site.path}.".startswith(f"{prefix}."):
             tensor = look.values[each.value].view(each.shape)
-            taken.setdefault((each.site.path, each.time), []).append(tensor)
-    for choice in look.choices:
-        beside = taken.get((choice.path, choice.start), ())
-        weights = (each for each in beside if each.shape == choice.numbers.shape)
-        yield from (Weighed(*choice, each) for each in [*weights][:1])
+            taken.setdefault((each.site.path, each.time), []).append((each.site, tensor))
+    for numbers, start, chosen in look.choices:
+        for site, weights in taken.get((numbers.path, start), ()):
+            if weights.shape == chosen.shape:
+                yield Weighed(site.path, start, chosen, weights, (numbers, site))
+                break
     for (path, start), inputs in taken.items():
         parent = path.rpartition(".")[0]
         around = [it.start for it in look.calls if it.path == parent and it.start < start < it.end]
         beside = [each for time in around for each in taken.get((parent, time), ())]
-        for tensor in inputs:
-            for positions in beside:
+        for _, tensor in inputs:
+            for _, positions in beside:
                 found = _weights(tensor, positions)
                 if found is not None:
                     yield Weighed(path, start, *found)
