@@ -237,7 +237,10 @@ VECTOR = torch.ones(HEADS[1])
         (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "width of 24, the head of @z.1 one of 8"),
         (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, the @attn_out.1 one of 24"),
         (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
-        (fh.keep("@z.1.0"), "@z.1.0 is not proved"),
+        (fh.keep("@z.1.3"), "@z.1.3 names no head: @z.1 has heads 0 to 2"),
+        (fh.keep("@z.1.0", slice=(..., 0)), "captured whole"),
+        (fh.on("@z.1.0", fh.Add(torch.ones(WIDTH))), "width of 24, the @z.1.0 one of 8"),
+        (fh.on("@v.1.0", fh.Zero(), at=0), "@v.1.0 is written at all positions"),
         (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "does not keep all tokens"),
         (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
         (fh.keep("layers.1", slice=(..., -WIDTH - 1)), "does not fit the tensor at 'layers.1'"),
@@ -270,6 +273,38 @@ def test_names_are_kept_and_vectors_spread_over_heads() -> None:
     captures = front.captures(plan)
     assert [each.row_bytes for each in captures] == [4 * WIDTH] * 5
     assert [each.values[0].heads for each in captures] == [None, None, None, HEADS, None]
+
+
+def test_ranks_of_tensor_parallelism_have_no_quantities() -> None:
+    _, modules = looked_at()
+    front = ModuleTable.from_json(modules.without(["layers.1"]).to_json())
+    for name in ("@resid_post.1", "@z.1.0", "blocks.1.attn.hook_z"):
+        with pytest.raises(ValueError, match=r"is not proved in the engine .*tensor parallelism"):
+            rewritten(fh.Plan(fh.keep(name)), front)
+
+
+def test_a_head_is_a_part_of_the_tensor_of_all() -> None:
+    model, modules = looked_at()
+    front = ModuleTable.from_json(modules.to_json())
+    plan = fh.Plan(
+        fh.keep("@z.0", label="all"),
+        fh.on("@z.0.1", fh.Zero()),
+        fh.keep(["@z.0.*", "layers.0.self_attn.attn"]),
+    )
+    plan = rewritten(plan, front)
+    assert [each.name for entry in front.captures(plan) for each in entry.values] == [
+        "all:@z.0",
+        *(f"@z.0.{head}" for head in range(HEADS[0])),
+        "layers.0.self_attn.attn",
+    ]
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(IDS)
+    before = request.acts["all:@z.0"].unflatten(-1, HEADS)
+    after = request.acts["layers.0.self_attn.attn"].unflatten(-1, HEADS)
+    for head in range(HEADS[0]):
+        right = before[:, head] * (head != 1)
+        assert torch.equal(request.acts[f"@z.0.{head}"], right)
+        assert torch.equal(after[:, head], right)
 
 
 def test_a_compiled_engine_has_those_at_its_sites() -> None:

@@ -24,7 +24,7 @@ def _direction(size: int, seed: int) -> Tensor:
 
 
 def plans() -> dict[str, fh.Plan]:
-    """Returns twelve plans that change and read by quantity, by their purpose."""
+    """Returns plans that change and read by quantity, by their purpose."""
     wide, narrow = _direction(WIDTH, 1), _direction(HEAD, 2)
     add, end = fh.Add(wide, scale=0.5), "@resid_post.3"
     return {
@@ -43,6 +43,15 @@ def plans() -> dict[str, fh.Plan]:
         "other queries": fh.Plan(fh.on("@q.2", fh.Scale(0.5)), fh.keep(["@q.2", "@z.2"])),
         "other values": fh.Plan(
             fh.on("@v.0", fh.Replace(narrow), at=1), fh.keep(["@v.0", "@z.0"], at=slice(0, 3))
+        ),
+        "no head": fh.Plan(fh.on("@z.1.0", fh.Zero()), fh.keep(["@z.1.*", "@attn_out.1"])),
+        "turn a head": fh.Plan(
+            fh.on("@z.2.1", fh.Ablate(narrow), at="generated"), fh.keep(["@z.2.1", end])
+        ),
+        "other keys of a head": fh.Plan(
+            fh.on("@k.2.0", fh.Add(narrow)),
+            fh.on("@q.1.1", fh.Scale(0.5)),
+            fh.keep(["@k.2.0", "@q.*.1", "@z.2"], at="generated"),
         ),
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.engines.model.step_values import check_slice, check_width
-from ferrohook.names.spelling import from_lens
+from ferrohook.names.spelling import from_lens, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, BackEnd
@@ -87,8 +87,9 @@ def _at_quantity(
     Raises:
         ValueError: the entry does not fit it.
     """
-    quantity = modules.named.table[from_lens(name) or name]
-    heads = modules.named.heads.get(quantity.name)
+    base, head = split_head(from_lens(name) or name)
+    quantity = modules.named.table[base]
+    heads = modules.named.heads.get(base)
     if isinstance(entry, KeepEntry):
         if entry.options.keys() & {"inputs", "output_index"}:
             msg = f"{name} is one tensor at a place of its own: leave out inputs, output_index"
@@ -106,7 +107,15 @@ def _at_quantity(
     if not quantity.writable:
         msg = f"{name} can be read and not written: what is written does not arrive"
         raise ValueError(msg)
-    hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
+    hook = entry.hook
+    if heads is not None and head is not None:
+        check_width(hook, name, heads[1])
+        if entry.at is not None and (quantity.phase == "forward_pre" or quantity.part is not None):
+            msg = f"{name} is written at all positions in an engine: leave out at=, or write to @z"
+            raise ValueError(msg)
+        return dataclasses.replace(entry, what=[name])
+    if heads is not None:
+        hook = _for_all_heads(hook, name, *heads)
     check_width(hook, name, modules.quantity_info(name).width)
     return dataclasses.replace(entry, what=[name], hook=hook)
 
@@ -182,7 +191,7 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
     if isinstance(hook, Replace):
         (vector,) = hook.values
         return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
-    msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
+    msg = f"{type(hook).__name__} on {name} is of each head: name them in an engine, {name}.*"
     raise ValueError(msg)
 
 

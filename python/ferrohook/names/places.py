@@ -25,10 +25,21 @@ class Head(NamedTuple):
     number: int
     dim: int
     """Dimension of the heads, counted from the end."""
+    width: int | None = None
+    """Width of each head, where they are side by side in the dimension; None if it counts them."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the head's part of a tensor."""
-        return tensor.select(self.dim, self.number)
+        if self.width is None:
+            return tensor.select(self.dim, self.number)
+        return tensor.narrow(self.dim, self.number * self.width, self.width)
+
+    def replaced(self, tensor: Tensor, new: Tensor) -> Tensor:
+        """Returns a tensor with another value of the head."""
+        if self.width is None:
+            return tensor.select_scatter(new, self.dim, self.number)
+        first = self.number * self.width
+        return tensor.slice_scatter(new, self.dim, first, first + self.width)
 
 
 class Place(NamedTuple):
@@ -227,7 +238,7 @@ class Written:
         self._check(new, quantity)
         new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
-            new = tensor.select_scatter(new.to(tensor.dtype), place.head.dim, place.head.number)
+            new = place.head.replaced(tensor, new.to(tensor.dtype))
         return change_part("replace", value, place.part, lambda _tensor: new)
 
     def _check(self, new: Any, tensor: Tensor) -> None:

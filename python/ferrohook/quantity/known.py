@@ -12,7 +12,7 @@ from ferrohook.util.arguments import expect_module
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -35,10 +35,14 @@ class Known:
     Args:
         model: the model.
         table: its quantities.
+        heads: number and width of heads that are side by side, by the names of quantities.
     """
 
-    def __init__(self, model: nn.Module, table: Quantities) -> None:
+    def __init__(
+        self, model: nn.Module, table: Quantities, heads: Mapping[str, tuple[int, int]]
+    ) -> None:
         self.table = table
+        self.heads = heads
         self._tree = ModuleTree([*model.modules()])
         self._numbers = [*_numbers_in(model)]
         self.resolved: dict[str, list[Resolved]] = {}
@@ -121,7 +125,7 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
     if not args and not kwargs:
         return known_of(model).table
     refuse_swallowed("quantities", model, kwargs)
-    known = _KNOWN[model] = Known(model, looked_at(model, args, kwargs))
+    known = _KNOWN[model] = Known(model, looked_at(model, args, kwargs), {})
     return known.table
 
 
@@ -129,13 +133,18 @@ def known_of(model: nn.Module) -> Known:
     """Returns what is known of a model; looks at it if that is nothing, or no longer holds."""
     known = _KNOWN.get(model)
     if known is None or not known.holds():
-        known = _KNOWN[model] = Known(model, looked_at(model, (), {}))
+        known = _KNOWN[model] = Known(model, looked_at(model, (), {}), {})
     return known
 
 
-def remember(model: nn.Module, table: Quantities) -> None:
+def remember(model: nn.Module, table: Quantities, heads: Mapping[str, tuple[int, int]]) -> None:
     """Has a table stand for a model, as if the model had been looked at.
 
     For engines, which look in their own way.
+
+    Args:
+        model: the engine's.
+        table: its quantities.
+        heads: see `Known`.
     """
-    _KNOWN[model] = Known(model, table)
+    _KNOWN[model] = Known(model, table, heads)

@@ -15,7 +15,7 @@ from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.quantity.known import Resolved, known_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -77,7 +77,7 @@ def _places(model: nn.Module, name: str) -> dict[str, Place]:
                 head,
                 weakref.ref(model.get_submodule(quantity.path)),
             )
-            for title, quantity, head in _matching(known.table, lens or name)
+            for title, quantity, head in matching(known.table, known.heads, lens or name)
         ]
     return {
         each.title: _place(each, module)
@@ -89,6 +89,9 @@ def _places(model: nn.Module, name: str) -> dict[str, Place]:
 def _place(resolved: Resolved, module: nn.Module) -> Place:
     quantity = resolved.quantity
     path, point = quantity.path, quantity.point
+    shape = quantity.shape
+    if resolved.head is not None and resolved.head.width is not None:
+        shape = (*shape[:-1], resolved.head.width)
     if point is not None:
         path, module = f"{path}.{point}", getattr(points_of(module), point)
     return Place(
@@ -99,14 +102,21 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.multiplier,
         resolved.title,
         quantity.writable,
-        None if point == "pattern" else quantity.shape,  # it has that of the call
+        None if point == "pattern" else shape,  # it has that of the call
         resolved.head,
         quantity.stream_factor,
     )
 
 
-def _matching(table: Quantities, pattern: str) -> Iterator[tuple[str, Quantity, Head | None]]:
+def matching(
+    table: Quantities, side_by_side: Mapping[str, tuple[int, int]], pattern: str
+) -> Iterator[tuple[str, Quantity, Head | None]]:
     """Yields what a name or glob matches, with the head if it names one: `@z.3.5`.
+
+    Args:
+        table: of a model.
+        side_by_side: number and width of heads in one dimension, by the names of quantities.
+        pattern: the name or glob.
 
     Raises:
         SelectionError: nothing matches.
@@ -117,24 +127,27 @@ def _matching(table: Quantities, pattern: str) -> Iterator[tuple[str, Quantity, 
         return
     found = False
     for quantity in table.matching(base):
-        places = [n for n, it in enumerate(quantity.dimensions) if it in {"heads", "kv_heads"}]
-        if not places:
-            continue
-        dim = places[0] - len(quantity.dimensions)
-        for index in range(quantity.shape[dim]):
-            if fnmatchcase(str(index), head):
+        heads = _heads_of(quantity, side_by_side)
+        for each in heads:
+            if fnmatchcase(str(each.number), head):
                 found = True
-                yield f"{quantity.name}.{index}", quantity, Head(index, dim)
+                yield f"{quantity.name}.{each.number}", quantity, each
     if not found:
-        msg = f"{pattern} names no head: {base} has heads {_heads_of(table, base)}"
+        numbers = f"0 to {len(heads) - 1}" if heads else "that are not told apart here"
+        msg = f"{pattern} names no head: {base} has heads {numbers}"
         raise SelectionError(msg)
 
 
-def _heads_of(table: Quantities, base: str) -> str:
-    quantity = table.matching(base)[0]
-    sizes = dict(zip(quantity.dimensions, quantity.shape, strict=True))
-    count = sizes.get("heads", sizes.get("kv_heads"))
-    return "that are not told apart here" if count is None else f"0 to {count - 1}"
+def _heads_of(quantity: Quantity, side_by_side: Mapping[str, tuple[int, int]]) -> list[Head]:
+    """Returns the heads of a quantity; none if they are not told apart."""
+    if quantity.name in side_by_side:
+        count, width = side_by_side[quantity.name]
+        return [Head(number, -1, width) for number in range(count)]
+    sizes = [*zip(quantity.dimensions, quantity.shape, strict=True)]
+    for dim, (name, count) in enumerate(sizes, -len(sizes)):
+        if name in {"heads", "kv_heads"}:
+            return [Head(number, dim) for number in range(count)]
+    return []
 
 
 def _quantities_in(model: nn.Module, what: Any) -> Iterator[str]:

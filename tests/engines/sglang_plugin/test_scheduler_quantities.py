@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 PROMPT = [3, 4, 5]
 
 
-def test_twelve_plans_at_once_give_what_transformers_gives_for_each(
-    llama: Any, local: Local
-) -> None:
+def test_plans_at_once_give_what_transformers_gives_for_each(llama: Any, local: Local) -> None:
     assert wrong_plans(llama[1], lambda sent: serve_plans(local, sent)) == {}
 
 
@@ -36,6 +34,7 @@ def test_twelve_plans_at_once_give_what_transformers_gives_for_each(
         (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
         (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "has a width of 64, the head of @z.1 one of 32"),
         (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 is of each head"),
+        (fh.on("@z.1.2", fh.Zero()), "@z.1.2 names no head: @z.1 has heads 0 to 1"),
         (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
         (fh.keep("model.layers.1.ferrohook_stream"), "closest names"),
     ],

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIGS = {
-    "qwen3": (transformers.Qwen3Config, {"head_dim": HEAD}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": HEAD, "num_key_value_heads": 1}),
     "gemma2": (
         transformers.Gemma2Config,
         {"head_dim": HEAD, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": HEAD},
@@ -81,7 +81,7 @@ def serve(llm: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int],
     return [([*each.outputs[0].token_ids], vllm.activations(llm, each).acts) for each in outputs]
 
 
-def test_twelve_plans_at_once_give_what_transformers_gives_for_each(engine: Any) -> None:
+def test_plans_at_once_give_what_transformers_gives_for_each(engine: Any) -> None:
     llm, model = engine
     assert wrong_plans(model, lambda asked: serve(llm, asked)) == {}
 
@@ -96,6 +96,9 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
         (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
         (fh.on("@z.1", fh.Add(vector)), "has a width of 64, the head of @z.1 one of 32"),
         (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 is of each head"),
+        (fh.on("@z.1.2", fh.Zero()), "@z.1.2 names no head: @z.1 has heads 0 to 1"),
+        (fh.on("@z.1.1", fh.Add(vector)), "has a width of 64, the @z.1.1 one of 32"),
+        (fh.on("@q.1.1", fh.Zero(), at=0), "@q.1.1 is written at all positions"),
         (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
         (fh.keep(["@z.1", "@z.*"]), None),
         (fh.keep("@z.1", slice=[0]), "slice of keep|captured whole"),

@@ -170,7 +170,7 @@ def look_at(
         logging.getLogger("ferrohook").exception("looking at the engine's model failed")
         reason = f"looking at the model failed with {type(error).__name__}: {error}"
         named = NamedTensors(Quantities({}, {"resid_post": reason}, type(model).__name__))
-    remember(model, named.table)
+    remember(model, named.table, named.heads)
     return named
 
 

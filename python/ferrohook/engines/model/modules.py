@@ -16,10 +16,11 @@ from torch import nn
 from ferrohook.effects.formulas import SUM
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
-from ferrohook.names.spelling import SIGN, as_lens, from_lens
+from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.quantity import Quantities
+from ferrohook.quantity.resolving import matching
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -290,7 +291,9 @@ class ModuleTable:
             name: refused if name in partial and info.refused is None else info
             for name, info in self.table.items()
         }
-        return ModuleTable(table, self._fused, named=self.named)
+        reason = "tensor parallelism: a rank has a part of the heads and widths, and proves nothing"
+        none = Quantities({}, {"resid_post": reason}, "the engine")
+        return ModuleTable(table, self._fused, named=NamedTensors(none))
 
     def other_dims(self, model: nn.Module) -> dict[nn.Module, int]:
         """Returns the dimension of the rows of the modules where it is another than `dim`."""
@@ -327,10 +330,12 @@ class ModuleTable:
             if not what.startswith(SIGN) and lens is None:
                 return [], what
             try:
-                found = self.named.table.matching(lens or what)
+                found = [
+                    name for name, *_ in matching(self.named.table, self.named.heads, lens or what)
+                ]
             except SelectionError as error:
                 raise ValueError(str(error)) from error
-            return [it.name if lens is None else as_lens(it.name, what) for it in found], None
+            return [name if lens is None else as_lens(name, what) for name in found], None
         if not isinstance(what, list | tuple | set | frozenset):
             return [], what
         names: list[str] = []
@@ -342,11 +347,11 @@ class ModuleTable:
         return names, rest or None
 
     def quantity(self, name: str) -> Quantity | None:
-        """Returns the quantity of this name, None for a path."""
+        """Returns the quantity of this name, of all heads if it names one; None for a path."""
         if name in self.table:
             return None
         found = name if name.startswith(SIGN) else from_lens(name)
-        return None if found is None else self.named.table[found]
+        return None if found is None else self.named.table[split_head(found)[0]]
 
     def path_of(self, name: str) -> str:
         """Returns the path of the module that is hooked for a module or a quantity."""
@@ -356,11 +361,12 @@ class ModuleTable:
     def heads_of(self, name: str) -> tuple[int, int] | None:
         """Returns number and width of the heads of a quantity that has them side by side."""
         quantity = self.quantity(name)
-        return None if quantity is None else self.named.heads.get(quantity.name)
+        one = split_head(name)[1] is not None
+        return None if quantity is None or one else self.named.heads.get(quantity.name)
 
     def quantity_info(self, name: str) -> ModuleInfo:
         """Returns a quantity as a module that returns it."""
-        quantity = self.named.table[from_lens(name) or name]
+        quantity = self.named.table[split_head(from_lens(name) or name)[0]]
         info = self.table[self._owners.get(quantity.path, quantity.path)]
         part: Any = quantity.part
         if quantity.phase == "forward_pre":
