@@ -43,10 +43,14 @@ def named(model: SmallModel, **writes: Any) -> tuple[Tensor, Mapping[str, Tensor
 
 
 def close(one: Tensor, other: Tensor, roundings: int, total: Tensor | None = None) -> bool:
-    """Compares tensors of any shapes, up to roundings of the largest element, or of a sum's."""
-    if one.numel() != other.numel():
+    """Compares tensors of any shapes, up to roundings of the largest element, or of a sum's.
+
+    NaN equals NaN: shares of weights that are all 0 are.
+    """
+    left, right = (each.double().reshape(-1) for each in (one, other))
+    if not torch.equal(left.isnan(), right.isnan()):  # or of other sizes
         return False
-    left, right = one.double().reshape(-1), other.double().reshape(-1)
+    left, right = left.nan_to_num(), right.nan_to_num()
     size = max(float(each.abs().max()) for each in (right, total) if each is not None)
     limit = roundings and roundings * torch.finfo(other.dtype).eps * size
     return bool(((left - right).abs() <= limit).all())

@@ -207,12 +207,11 @@ class Anatomist:
 
     def is_gain(self, call: ModuleCall) -> bool:
         """Returns True if a module multiplies each channel by a factor, as LayerScale does."""
-        if len(call.inputs) != 1 or len(call.outputs) != 1:
+        taken, returned = [*call.inputs.values()], [*call.outputs.values()]
+        if len(taken) != 1 or len(returned) != 1:
             return False
-        x, (value,) = self._two_taken(call), call.outputs.values()
-        seen = self.look.values[value]
-        y = seen if x.numel() == seen.numel() else through(self._model, call.path, x)
-        if y is None or x.numel() != y.numel() or y.numel() == y.shape[-1]:
+        x, y = self.look.values[taken[0]], self.look.values[returned[0]]
+        if x.numel() != y.numel() or y.numel() == y.shape[-1]:
             return False
         rows, result = (each.reshape(-1, y.shape[-1]).double() for each in (x, y))
         factors = (rows * result).sum(0) / rows.square().sum(0)
@@ -220,7 +219,7 @@ class Anatomist:
 
     def is_projection(self, call: ModuleCall) -> bool:
         """Returns True if a module is affine, unlike one that computes a whole sublayer."""
-        x = self._two_taken(call)
+        x = self._taken(call)
         other = noise(1.0)(x)
         returned = through(self._model, call.path, torch.cat([x, other, x + other, 0 * x]))
         if returned is None or len(returned) != 4 * len(x):
@@ -240,15 +239,6 @@ class Anatomist:
             and each.time == call.start
         ]
         return self.look.values[value].view(sighting.shape)
-
-    def _two_taken(self, call: ModuleCall) -> Tensor:
-        """Returns what a module takes; a single token with another one after it.
-
-        Attention to one token is affine, and any module gives the channels of one row by factors.
-        """
-        x = self._taken(call)
-        single = x.dim() > 1 and x.shape[-2] == 1
-        return torch.cat([x, noise(1.0)(x)], -2) if single else x
 
     def _tested(self, call: ModuleCall) -> bool:
         taken = self._taken(call)

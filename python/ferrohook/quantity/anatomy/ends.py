@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.quantity.anatomy.equations import fit, tolerance
+from ferrohook.quantity.anatomy.equations import SIGNIFICANT, fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 from ferrohook.quantity.anatomy.subjects import through
 from ferrohook.util.tensors import tensors_in
@@ -177,7 +177,9 @@ def _embedded(
     rest = rows - factor * embedded
     size = float(rows.abs().max())
     residual = float((rest - rest.mean(0)).abs().max()) / size
-    return (factor, rest.mean(0)) if residual <= limit else residual
+    # Rows that are alike are no embedding's: those of a decoder with equal rows, for example.
+    shown = float((factor * apart).abs().max()) > SIGNIFICANT * limit * size
+    return (factor, rest.mean(0)) if residual <= limit and shown else residual
 
 
 def _passed(calls: list[ModuleCall], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ferrohook._core import keeps_state_in_torch_hooks, release_copy
 from ferrohook.attach.hook_info import find_registry
 from ferrohook.errors import HookError
-from ferrohook.quantity.anatomy.observe import Look, is_kept
-from ferrohook.util.tensors import map_tensors
+from ferrohook.quantity.anatomy.observe import Look, is_kept, noise
+from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,6 +38,8 @@ ROWS: Final = 2
 """Rows of an example that is made for a model."""
 TOKENS: Final = 7
 """Tokens of each of its rows."""
+FEW: Final = 3
+"""Tokens of a row, at most, that may not show how a sublayer mixes them."""
 _NOISE: Final = 0.1
 """Size of the noise on parameters whose elements are all equal."""
 _SEED: Final = 20
@@ -271,29 +273,38 @@ def in_float32(subject: Subject) -> Subject:
     return Subject(model, example)
 
 
-def mixing(subject: Subject) -> Subject:
-    """Returns a subject whose example has tokens to mix; the same if it has them already.
+def with_tokens_to_mix(subject: Subject) -> Subject:
+    """Returns a subject with an example in which tokens are mixed, if the model takes it.
 
-    A row of one token repeats it, and a mask, which has zeros and ones, leaves out no token.
+    Rows of few tokens are extended by others, and a mask leaves out no token.
     """
-    changed = False
+    args, kwargs = map_tensors(_extended, subject.example[:2])
+    made = Subject(subject.model, Example(args, kwargs, _shape_of(args, kwargs)))
+    given, extended = (
+        [*tensors_in([*it.args, *it.kwargs.values()])] for it in (subject.example, made.example)
+    )
+    if any(one is not other for one, other in zip(given, extended, strict=True)):
+        with contextlib.suppress(HookError):
+            made.forward()
+            return made
+    return subject
 
-    def extended(value: Tensor) -> Tensor:
-        nonlocal changed
-        if value.dim() < 2:  # noqa: PLR2004 (rows, tokens)
-            return value
-        if value.shape[1] == 1:
-            changed = True
-            return value.repeat(1, TOKENS, *[1] * (value.dim() - 2))
-        if value.dim() == 2 and value.unique().tolist() == [0, 1]:  # noqa: PLR2004 (as above)
-            changed = True
-            return torch.ones_like(value)
+
+def _extended(value: Tensor) -> Tensor:
+    if value.dim() < 2 or value.is_nested or value.is_meta:  # noqa: PLR2004 (rows, tokens)
         return value
-
-    args, kwargs = map_tensors(extended, subject.example[:2])
-    if not changed:
-        return subject
-    return Subject(subject.model, Example(args, kwargs, _shape_of(args, kwargs)))
+    if value.dim() == 2 and value.unique().tolist() == [0, 1]:  # noqa: PLR2004 (a mask)
+        value = torch.ones_like(value)
+    tokens = value.shape[1]
+    if not 0 < tokens <= FEW:
+        return value
+    place = torch.arange(TOKENS, device=value.device)
+    value = value[:, place % tokens]
+    again = (place // tokens).view(-1, *[1] * (value.dim() - 2))
+    if value.is_floating_point():
+        return noise(1.0)(value).where(again > 0, value)
+    # Ids have others below them; of a mask, ones stay ones.
+    return (value - again).abs() if int(value.max()) > 1 else value
 
 
 def _replace(model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter | None]) -> None:

@@ -376,7 +376,7 @@ class Triples(NamedTuple):
     second: Look
     both: Look
     exchanged: Look
-    """Of the last three, each of the two takes the place of the other."""
+    """Both, and of the last three each of the two takes the place of the other."""
 
 
 class Classifier:
@@ -457,7 +457,8 @@ class Classifier:
         thirds: _Thirds,
     ) -> None:
         """Finds what sublayers are that mix tokens, or may."""
-        changes = thirds.moved(0), thirds.moved(1), thirds.moved(0, 1), thirds.exchanged
+        both = thirds.moved(0, 1)
+        changes = thirds.moved(0), thirds.moved(1), both, lambda it: thirds.exchanged(both(it))
         looks = [self._held(clean, change, kept) for change in changes]
         if not all(looks):
             return
@@ -535,7 +536,7 @@ class Classifier:
             return "unclear" if coupled or short else "mixer"
         coupled = bool(_changed(both, first + second - own)[takes_two].any())
         seen = takes_two & thirds.last(own)
-        ordered = not bool(seen.any()) or bool(_changed(own, exchanged)[seen].any())
+        ordered = not bool(seen.any()) or bool(_changed(both, exchanged)[seen].any())
         return "attention" if coupled and not ordered else "mixer"
 
     def _attends(self, sublayer: Sublayer) -> bool:

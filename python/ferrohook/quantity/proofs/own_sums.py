@@ -95,6 +95,8 @@ class OwnSums:
                 return self._several(part, value)
             found.append(self._first.tensor(site))
         total, *terms = found
+        if any(term.numel() != total.numel() for term in terms):
+            return "a tensor of its sum has another size with the model's own parameters"
         return total, terms
 
     def _several(self, part: BlockParts, value: int) -> str:

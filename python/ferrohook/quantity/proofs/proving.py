@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -29,8 +28,8 @@ from ferrohook.quantity.anatomy.subjects import (
     example_of,
     in_float32,
     make_generic,
-    mixing,
     structural_copy,
+    with_tokens_to_mix,
 )
 from ferrohook.quantity.anatomy.sublayers import TITLES, Classifier
 from ferrohook.quantity.proofs.arrivals import Arrivals
@@ -75,8 +74,8 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         HookError: the model fails, takes no `input_ids` while there is no example, cannot be
             copied, or two looks at it differ.
     """
-    example = example_of(model, args, kwargs)
-    plain = in_float32(Subject(structural_copy(model), example))
+    subject = Subject(structural_copy(model), example_of(model, args, kwargs))
+    plain = in_float32(with_tokens_to_mix(subject))
     generic = Subject(structural_copy(plain.model), plain.example)
     first = plain.look()
     _check_same(model, first, plain.look())
@@ -133,8 +132,6 @@ class _ModelProver:
         self._subject = subject
         self._look = look
         self._first = first
-        self._mixed = look
-        """At a subject that shows which sublayers mix tokens."""
         self._heads = heads
         self._no_heads = no_heads
         self._anatomist = Anatomist(subject.model, self._look)
@@ -152,8 +149,7 @@ class _ModelProver:
     def findings(self) -> Findings:
         stacks, failures, self._blocks, ends = stacks_of(self._anatomist)
         self._missing |= {f"{prefix}resid_post": it for prefix, it in failures.items()}
-        subject, self._mixed = self._mixing()
-        classifier = Classifier(subject, self._mixed, self._heads)
+        classifier = Classifier(self._subject, self._look, self._heads)
         for stack in stacks:
             classifier.classify(stack, [it for it in ends if it != stack.parts[-1].block.after])
         for stack in stacks:
@@ -172,16 +168,6 @@ class _ModelProver:
         experts, missing = prove_experts(self._subject, self._look, self._mixtures)
         proved = [*self._proved, *self._inside, *experts]
         return Findings(proved, self._missing | missing, self._subject.example)
-
-    def _mixing(self) -> tuple[Subject, Look]:
-        """Returns a subject and a look at it that show which sublayers mix tokens, if one does."""
-        subject = mixing(self._subject)
-        if subject is not self._subject:
-            with contextlib.suppress(HookError):  # the model may take no such example
-                look = subject.look()
-                if look.sites.keys() >= self._look.sites.keys():
-                    return subject, look
-        return self._subject, self._look
 
     def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix
@@ -298,13 +284,7 @@ class _ModelProver:
             return
         if title == "attn" and self._points(stack, part, each):
             return
-        sites = self._mixed.sites
-        if (
-            each.last is None
-            or each.projected is None
-            # Of one token, attention without an output projection returns its values.
-            or sites[each.projected].value != sites[each.raw].value
-        ):
+        if each.last is None:
             experts = self._has_experts(part)
             self._missing[f"{prefix}{inner}.{index}"] = (
                 FUSED if title == "mlp" and experts else "no single projection returns the output"
