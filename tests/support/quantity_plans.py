@@ -111,7 +111,7 @@ def wrong_plans(
     return wrong
 
 
-ABSENT = {"logits", "pattern", "router"}
+ABSENT = {"logits", "pattern", "router", "experts", "expert_weights"}
 """Kinds of quantities that engines do not have: their fused experts take logits alone."""
 
 
