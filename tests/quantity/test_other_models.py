@@ -50,6 +50,32 @@ def test_bert_without_a_head() -> None:
     assert table["@resid_mid.0"].equation == "norm(resid_pre + attn_out) = resid_mid"
 
 
+STAGES: dict[str, dict[str, Any]] = {
+    "ConvNext": {"num_channels": 3, "hidden_sizes": [8, 16, 24, 32]},
+    "ConvNextV2": {"num_channels": 3, "hidden_sizes": [8, 16, 24, 32]},
+    "Hiera": {"embed_dim": 8, "num_heads": [1, 2, 4, 8], "mlp_ratio": 2.0, "image_size": [64, 64]},
+    "Swin": {"embed_dim": 8, "num_heads": [2, 2, 2, 2], "window_size": 2, "image_size": 64},
+    "Segformer": {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 4]},
+}
+
+
+@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("kind", STAGES)
+def test_the_final_norm_is_no_norm_of_a_later_stage(kind: str, last: int) -> None:
+    """A last stage of one block may be no stack; then the blocks of the one before are the last."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        **STAGES[kind], depths=[2, 2, 3, last], num_labels=5
+    )
+    model = uneven(getattr(transformers, f"{kind}ForImageClassification")(config).eval())
+    table = fh.quantities(model, pixel_values=torch.randn(2, 3, 64, 64))
+    last_norms = {"Swin": "swin.layernorm", "Segformer": "segformer.stages.3.layer_norm"}
+    assert [table[name].path for name in table if "final_norm" in name] == [
+        path for name, path in last_norms.items() if name == kind
+    ]
+    assert blocks(table, "resid_post") > 0
+
+
 def test_t5_has_an_encoder_and_cross_attention() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

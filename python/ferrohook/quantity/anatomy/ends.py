@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ferrohook.quantity.anatomy.equations import SIGNIFICANT, fit, tolerance
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
+from ferrohook.quantity.anatomy.stacks import NUMBERED, inside
 from ferrohook.quantity.anatomy.subjects import through
 from ferrohook.util.tensors import tensors_in
 
@@ -214,10 +215,15 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
     """
     look = anatomist.look
     after = sorted((each for each in look.calls if each.start > end), key=lambda it: it.start)
+    taking = [call for call in after if stream in call.inputs.values()]
+    # A block of another stage, which is not proved, norms what it takes for itself.
+    blocks = [call.path for call in taking if NUMBERED.search(call.path)]
     norms = (
         call
-        for call in after
-        if [*call.inputs.values()] == [stream] and len(call.made) == 1 and anatomist.is_norm(call)
+        for call in taking
+        if len(call.inputs) == len(call.made) == 1
+        and not inside(call.path, blocks)
+        and anatomist.is_norm(call)
     )
     norm = next(norms, None)
     site, value = None, stream

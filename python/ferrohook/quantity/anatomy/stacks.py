@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.effects.formulas import SUM
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from ferrohook.quantity.anatomy.observe import Look, ModuleCall
 
-_NUMBERED = re.compile(r"\d+$")
+NUMBERED: Final = re.compile(r"\d+$")
+"""Ends the path of a module that may be a block."""
 
 
 class Block(NamedTuple):
@@ -36,7 +37,7 @@ def chains(look: Look) -> list[list[Block]]:
     """
     runs: dict[str, list[ModuleCall]] = {}
     for call in look.calls:
-        if _NUMBERED.search(call.path):
+        if NUMBERED.search(call.path):
             runs.setdefault(call.path, []).append(call)
     calls = sorted((each[0] for each in runs.values() if len(each) == 1), key=lambda it: it.start)
     following: dict[str, tuple[ModuleCall, Any, Any]] = {}
