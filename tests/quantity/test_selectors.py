@@ -193,6 +193,7 @@ def test_a_changed_multiplier_drops_the_table_and_a_call_or_dtype_does_not() -> 
         ("blocks.1.attn.hook_k", r"'@k\.1' is after RoPE"),
         ("blocks.*.hook_mlp_in", r"'@mlp_in\.\*' is after the norm"),
         ("blocks.1.hook_attn_in", r"'@attn_in\.1' is after the norm"),
+        ("model.layers.1.mlp.experts", "the closest names in it are"),
         ("blocks.1.attn.hook_router", "the (closest|first) names in it are"),
     ],
 )

@@ -110,9 +110,9 @@ def suggested(name: str) -> str | None:
     """
     segments = name.removeprefix(SIGN).split(".")
     points = [each for each in segments if each.startswith("hook_")]
-    kinds = [_POINTS.get(each) for each in points] or [each for each in segments if each in KINDS]
-    kind = kinds[0] if kinds else None
-    if kind is None:
+    # `layers.3.mlp.experts` is the path of a module.
+    kind = _POINTS.get(points[0]) if points else segments[0]
+    if kind not in KINDS:
         return None
     number = next((each for each in segments if each.isdigit()), "*")
     quantity = f"{SIGN}{kind}" if kind in ENDS else f"{SIGN}{kind}.{number}"
