@@ -66,15 +66,15 @@ class Subject:
         self.model = model
         self.example = example
 
-    def forward(self) -> None:
-        """Calls the model with the example.
+    def forward(self) -> object:
+        """Calls the model with the example, and returns what it returns.
 
         Raises:
             HookError: the model failed.
         """
         try:
             with undisturbed():
-                self.model(*self.example.args, **self.example.kwargs)
+                return self.model(*self.example.args, **self.example.kwargs)
         except Exception as error:
             msg = (
                 f"{self.model._get_name()} cannot be looked at: its forward failed with "
@@ -285,8 +285,9 @@ def with_tokens_to_mix(subject: Subject) -> Subject:
     )
     if any(one is not other for one, other in zip(given, extended, strict=True)):
         with contextlib.suppress(HookError):
-            made.forward()
-            return made
+            output = made.forward()
+            if not any(bool(each.isnan().any()) for each in tensors_in([output])):
+                return made
     return subject
 
 

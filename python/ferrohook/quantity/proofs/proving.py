@@ -75,7 +75,7 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             copied, or two looks at it differ.
     """
     subject = Subject(structural_copy(model), example_of(model, args, kwargs))
-    plain = in_float32(with_tokens_to_mix(subject))
+    plain = with_tokens_to_mix(in_float32(subject))
     generic = Subject(structural_copy(plain.model), plain.example)
     first = plain.look()
     _check_same(model, first, plain.look())
