@@ -17,12 +17,16 @@ def config(**changes: Any) -> Any:
         "use_sequence_parallel_moe": False,
         "use_ubatching": False,
     }
+    by_transformers = changes.pop("by_transformers", False)
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(
             **{name: changes.pop(name, value) for name, value in parallel.items()}
         ),
         model_config=types.SimpleNamespace(
-            is_encoder_decoder=False, runner_type="generate", is_diffusion=False
+            is_encoder_decoder=False,
+            runner_type="generate",
+            is_diffusion=False,
+            using_transformers_backend=lambda: by_transformers,
         ),
         cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
         compilation_config=types.SimpleNamespace(

@@ -56,6 +56,12 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
     assert f"it uses {feature} (" in supported.CAPABILITIES.explain(found)
 
 
+def test_a_compiled_model_of_transformers_is_refused() -> None:
+    found = supported.refusals(config(mode=3, by_transformers=True), has_sites=True)
+    assert [*found] == ["compilation of transformers' models"]
+    assert supported.refusals(config(by_transformers=True)) == {}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
