@@ -62,7 +62,7 @@ def prove_experts(
     """
     chosen = {each: _chosen_in(look, each) for each in mixtures}
     found = {each: it for each, it in chosen.items() if not isinstance(it, str)}
-    residuals = _residuals(subject, [*found.values()])
+    residuals = _residuals(subject, [*found.values()]) if found else {}
     missing = {each: it for each, it in chosen.items() if isinstance(it, str)}
     proved = []
     for each, (numbers, weights, shape) in found.items():
