@@ -125,7 +125,7 @@ def matching(
     if head is None:
         yield from ((quantity.name, quantity, None) for quantity in table.matching(pattern))
         return
-    found = False
+    found, heads = False, list[Head]()
     for quantity in table.matching(base):
         heads = _heads_of(quantity, side_by_side)
         for each in heads:
