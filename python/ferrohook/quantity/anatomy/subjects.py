@@ -38,7 +38,7 @@ ROWS: Final = 2
 """Rows of an example that is made for a model."""
 TOKENS: Final = 7
 """Tokens of each of its rows."""
-FEW: Final = 3
+_FEW: Final = 3
 """Tokens of a row, at most, that may not show how a sublayer mixes them."""
 _NOISE: Final = 0.1
 """Size of the noise on parameters whose elements are all equal."""
@@ -297,7 +297,7 @@ def _extended(value: Tensor) -> Tensor:
     if value.dim() == 2 and value.unique().tolist() == [0, 1]:  # noqa: PLR2004 (a mask)
         value = torch.ones_like(value)
     tokens = value.shape[1]
-    if not 0 < tokens <= FEW:
+    if not 0 < tokens <= _FEW:
         return value
     place = torch.arange(TOKENS, device=value.device)
     value = value[:, place % tokens]

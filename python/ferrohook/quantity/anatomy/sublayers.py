@@ -17,7 +17,7 @@ from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor, noise
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -228,18 +228,10 @@ class Tracer:
             return None
         (path,), (state,) = {site.path for site in plain}, {*plain.values()}
         sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
-        sites = sites or self._takers_inside(path, state)
+        if not sites:  # of a module that takes it where no hook sees, those inside
+            inner = (it for it in self._consumers(state) if it.path.startswith(f"{path}."))
+            sites = _seen_inputs(inner, state)
         return Entry(sites, state, None) if sites and {*sites} <= self._look.sites.keys() else None
-
-    def _takers_inside(self, path: str, value: int) -> tuple[ObservedTensor, ...]:
-        """Returns the inputs of modules in another one, which takes a value where no hook sees."""
-        return tuple(
-            ObservedTensor.input(call.path, part)
-            for call in self._consumers(value)
-            if call.path.startswith(f"{path}.")
-            for part, each in call.inputs.items()
-            if each == value and not isinstance(part, Hidden)
-        )
 
     def _takes(
         self, value: int, contribution: int, followed: set[str]
@@ -297,13 +289,7 @@ class Tracer:
         (state,) = taken
         if state in self._norms:
             return self._after_norm(state)
-        sites = (
-            ObservedTensor.input(call.path, part)
-            for call in takers
-            for part, each in call.inputs.items()
-            if each == state and not isinstance(part, Hidden)
-        )
-        return Entry(tuple(sites), step.source, None)
+        return Entry(_seen_inputs(takers, state), step.source, None)
 
     def _adds(self, call: ModuleCall, contribution: int) -> bool:
         """Returns True if the stream or another contribution to it is computed in a module."""
@@ -347,6 +333,16 @@ class Tracer:
 
     def _children(self, call: ModuleCall) -> bool:
         return any(each.path.startswith(f"{call.path}.") for each in self._calls)
+
+
+def _seen_inputs(calls: Iterable[ModuleCall], value: int) -> tuple[ObservedTensor, ...]:
+    """Returns the inputs of modules that are a value, where hooks see them."""
+    return tuple(
+        ObservedTensor.input(call.path, part)
+        for call in calls
+        for part, each in call.inputs.items()
+        if each == value and not isinstance(part, Hidden)
+    )
 
 
 # --- Kinds ------------------------------------------------------------------------------------
