@@ -320,7 +320,7 @@ class Frame:
 class BatchBase(Frame):
     def __new__(
         cls,
-        rows: dict[Any, Any] | Sequence[tuple[Frame, tuple[Any, int, int, int, int, Any]]],
+        rows: dict[Any, Any] | Sequence[tuple[Frame, tuple[Any, int, int, int, int]]],
         dim: int,
         size: int | None,
         gathered: list[tuple[Any, Any, int | None]],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ferrohook.engines.finite import LIMIT, WatchedRows, is_finite
-from ferrohook.engines.steps import Span
+from ferrohook.engines.requests import Span
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -231,7 +231,7 @@ def test_rows_are_found_in_other_dimensions(config: Any, module: str, dim: int |
         job.check(model, output, NEW)
     manager = model.init_continuous_batching(**options)
     manager.warmup()
-    found = transformers_steps.check_row_map(manager).values
+    found = transformers_steps.check_row_map(manager)[0]
     assert found.other_dims.get(model.get_submodule(module)) == dim
 
 

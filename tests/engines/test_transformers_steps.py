@@ -1,16 +1,17 @@
-"""Row maps of transformers' continuous batching, against the tokens that the model gets."""
+"""Rows of transformers' steps, against the tokens that the model gets."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-from ferrohook.engines import Span, Step, capabilities, transformers
+from ferrohook.engines import capabilities, transformers
 from ferrohook.engines.transformers import steps as transformers_steps
 from ferrohook.errors import HookError
 from support.engines import Job, batching, greedy, random_jobs, tiny_llama
@@ -18,15 +19,17 @@ from support.engines import Job, batching, greedy, random_jobs, tiny_llama
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ferrohook.engines.transformers.steps import StepRows
+
 
 class Watched:
     """Positions and tokens of each request, by the map and the embedding's inputs."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._step: Step | None = None
+        self._step: StepRows | None = None
         self.steps = 0
-        self.seen: list[tuple[str, int, int, int]] = []
+        self.seen: list[tuple[str, int, int]] = []
         # On the instance, as the adapter does.
         manager._generation_step = self._generation_step
         embedding = manager.model.get_input_embeddings()
@@ -39,13 +42,16 @@ class Watched:
 
     def _record(self, _module: object, args: tuple[Tensor, ...]) -> None:
         (tokens,) = args[0].tolist()
-        assert self._step is not None
-        assert len(tokens) == self._step.rows
-        for name, first, rows, position, prompt, _ in self._step.spans:
-            own = tokens[first : first + rows]
-            self.seen += [
-                (name, position + index, token, prompt) for index, token in enumerate(own)
-            ]
+        step = self._step
+        assert step is not None
+        assert len(tokens) == step.rows == sum(step.counts)
+        left = iter(tokens)
+        for name, count, position in zip(step.requests, step.counts, step.positions, strict=True):
+            own = enumerate(itertools.islice(left, count))
+            self.seen += [(name, position + index, token) for index, token in own]
+        drawn = dict(zip(step.drawn, step.head, strict=False))
+        ends = dict(zip(step.requests, itertools.accumulate(step.counts), strict=True))
+        assert all(row == ends[name] - 1 for name, row in drawn.items())
 
 
 @pytest.mark.parametrize("sharing", [True, False])
@@ -66,10 +72,9 @@ def test_each_row_is_the_token_of_its_request(sharing: bool, blocks: int, tokens
     watched.handle.remove()
 
     ran = set()
-    for name, position, token, prompt in watched.seen:
+    for name, position, token in watched.seen:
         output = outputs[name]
         assert [*output.prompt_ids, *output.generated_tokens][position] == token
-        assert len(output.prompt_ids) == prompt
         ran.add((name, position))
     reruns = len(watched.seen) - len(ran)
     assert reruns > 0 or blocks > 10, "nothing was preempted"
@@ -95,14 +100,12 @@ def test_the_self_test_finds_a_map_in_another_order(
 ) -> None:
     read = transformers_steps.read_step
 
-    def sorted_by_name(processor: Any) -> Step:
-        first, spans = 0, []
-        for span in sorted(read(processor).spans, reverse=True):
-            spans.append(span._replace(first_row=first))
-            first += span.rows
-        return Step(spans)
+    def in_another_order(processor: Any) -> StepRows:
+        step = read(processor)
+        lists = {name: each[::-1] for name, each in step._asdict().items() if name != "rows"}
+        return step._replace(**lists)
 
-    monkeypatch.setattr(transformers_steps, "read_step", sorted_by_name)
+    monkeypatch.setattr(transformers_steps, "read_step", in_another_order)
 
     with pytest.raises(HookError, match=r"rows of a step in transformers 5\.\d+"):
         transformers.attach(manager)
@@ -114,7 +117,7 @@ def test_the_self_test_leaves_the_cache_free(manager: Any) -> None:
     with transformers.attach(manager):
         cache = manager.batch_processor.cache
         assert not any(allocator.block_table for allocator in cache.cache_allocators.values())
-        assert transformers_steps.read_step(manager.batch_processor).spans == ()
+        assert transformers_steps.read_step(manager.batch_processor).requests == []
 
 
 def test_an_engine_too_small_for_the_self_test_is_refused() -> None:
@@ -188,8 +191,17 @@ def test_a_running_engine_is_attached_between_two_steps() -> None:
 
 
 def test_the_head_has_as_many_rows_as_requests() -> None:
-    step = Step([Span("a", 0, 3, 4, 9, wants_logits=False), Span("b", 3, 2, 0, 2)])
-    assert transformers_steps.head_rows(step, 2).tolist() == [4, -1]
-    # One is forked before it has run, and has no row.
-    unwanted = transformers_steps.head_rows(Step(step.spans[:1]), 2)
-    assert (unwanted.tolist(), unwanted.dtype) == ([-1, -1], torch.long)
+    def future(name: str, rows: int, offset: int, *, draws: bool) -> Any:
+        state = types.SimpleNamespace(request_id=name, position_offset=offset)
+        return types.SimpleNamespace(state=state, query_length=rows, has_new_token=draws)
+
+    io = types.SimpleNamespace(
+        requests_in_batch=[
+            future("a", 3, 7, draws=False),
+            future("forked before it ran", 0, 0, draws=False),
+            future("b", 2, 2, draws=True),
+        ],
+        num_q_tokens=5,
+    )
+    step = transformers_steps.read_step(types.SimpleNamespace(inputs_and_outputs=io))
+    assert step == (["a", "b"], [3, 2], [4, 0], ["b"], [4, -1, -1], 5)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ferrohook.engines.steps import Span as Span
-from ferrohook.engines.steps import Step as Step
 from ferrohook.engines.support import Capabilities as Capabilities
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Capabilities", "Span", "Step", "capabilities"]
+__all__ = ["Capabilities", "capabilities"]
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.steps import Span
+    from ferrohook.engines.requests import Span
 
 LIMIT = 1e30
 """Magnitude from which keys and values count as infinite: a product with the queries of others may

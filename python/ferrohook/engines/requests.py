@@ -31,6 +31,17 @@ class Result(NamedTuple):
     """Returns the positions of one of the activations."""
 
 
+class Span(NamedTuple):
+    """Rows of one request in a step: `rows` of them from `first_row` on."""
+
+    request_id: str
+    first_row: int
+    rows: int
+    position: int
+    """Absolute position in the request of the first row."""
+    prompt_length: int
+
+
 # Slots: looked for in each step, in caches that the model's weights have emptied.
 @dataclasses.dataclass(slots=True, eq=False)
 class EngineRequest:

@@ -14,8 +14,7 @@ import torch
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import EnginePlans
-from ferrohook.engines.requests import EngineRequest, reason_of
-from ferrohook.engines.steps import Span
+from ferrohook.engines.requests import EngineRequest, Span, reason_of
 from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
 from ferrohook.rows.batches import batch_of_step

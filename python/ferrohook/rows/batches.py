@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ferrohook._core import Frame
     from ferrohook.rows.site_tables import Sites
 
-    Span: TypeAlias = tuple[Any, int, int, int, int, Any]
-    """Of a request in a step: any, first row, rows, first position, length of the prompt, any."""
+    Span: TypeAlias = tuple[Any, int, int, int, int]
+    """Of a request in a step: any, first row, rows, first position, length of the prompt."""
 
 RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""

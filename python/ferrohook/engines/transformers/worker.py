@@ -21,13 +21,7 @@ from ferrohook.attach.attention import pass_ahead
 from ferrohook.engines.finite import WatchedRows, failure
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest
-from ferrohook.engines.transformers.steps import (
-    ROWS,
-    check_row_map,
-    head_rows,
-    read_step,
-    requests_in,
-)
+from ferrohook.engines.transformers.steps import ROWS, check_row_map, read_step
 from ferrohook.engines.transformers.supported import CAPABILITIES
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
@@ -37,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.steps import Step
+    from ferrohook.engines.transformers.steps import StepRows
     from ferrohook.plans import Plan, Prepared
     from ferrohook.rows.batches import GatheredModule
 
@@ -70,8 +64,8 @@ class ManagerWorker(EngineWorker):
         """Held while a request with a plan is submitted."""
         self._submitting: Collection[str] = ()
         """Requests that the engine may not know yet."""
-        self._step: Step
-        """Map of the step that runs, with the rows of all requests."""
+        self._step: StepRows
+        """Rows of the step that runs."""
         self._cleaning: WatchedRows | None = None
         """Rows of the step that runs, if plans may make them NaN or infinite."""
         self._watched: WatchedRows | None = None
@@ -210,12 +204,8 @@ class ManagerWorker(EngineWorker):
         rows = 0
         with self.failing():
             step = self._step = read_step(self._manager.batch_processor)
-            spans, rows = step.spans, step.rows
-            self.settle(
-                [span.request_id for span in spans],
-                [span.rows for span in spans],
-                [span.position for span in spans],
-            )
+            rows = step.rows
+            self.settle(step.requests, step.counts, step.positions)
         in_step = [request for request, _ in self._in_step]
         with self.running(rows):
             original()
@@ -237,7 +227,7 @@ class ManagerWorker(EngineWorker):
         processor = self._manager.batch_processor
         gathered = super()._gathered(rows)
         if processor.model_runner.supports_logits_to_keep(self._manager.model):
-            head = head_rows(self._step, requests_in(processor))
+            head = torch.tensor(self._step.head)
             gathered += [(module, head, None) for module in self._head]
         return gathered
 
@@ -253,7 +243,7 @@ class ManagerWorker(EngineWorker):
         """
         processor = self._manager.batch_processor
         runner, inputs = processor.model_runner, processor.inputs_and_outputs
-        drawn = [span.request_id for span in self._step.spans if span.wants_logits]
+        drawn = self._step.drawn
         in_step = [request for request, _ in self._in_step]
 
         def sample(scores: Tensor, *others: Any) -> None:
