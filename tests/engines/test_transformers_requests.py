@@ -493,6 +493,11 @@ def test_detaching_fails_what_still_runs_with_a_plan(model: Any) -> None:
         attached.add_request(PROMPT, "plain", eos_token_id=-1)
         attached.close()
         attached.close()
+        processor = manager.batch_processor
+        parts = (processor.cache, processor.model_runner, processor.inputs_and_outputs)
+        for owner in (manager, manager.output_router, *parts):
+            methods = {name for name in dir(type(owner)) if callable(getattr(type(owner), name))}
+            assert not methods & vars(owner).keys()
         outputs = take(manager, 2)
         with pytest.raises(HookError, match="was detached"):
             attached.add_request(PROMPT, plan=STEERED.plan)

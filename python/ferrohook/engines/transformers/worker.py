@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.utils import stream_context
 
 from ferrohook.attach.attention import pass_ahead
 from ferrohook.engines.finite import WatchedRows, failure
@@ -25,9 +26,10 @@ from ferrohook.engines.transformers.steps import ROWS, check_row_map, read_step
 from ferrohook.engines.transformers.supported import CAPABILITIES
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
+from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -66,10 +68,8 @@ class ManagerWorker(EngineWorker):
         """Requests that the engine may not know yet."""
         self._step: StepRows
         """Rows of the step that runs."""
-        self._cleaning: WatchedRows | None = None
-        """Rows of the step that runs, if plans may make them NaN or infinite."""
         self._watched: WatchedRows | None = None
-        """Rows of the last step, until it is known which are lost."""
+        """Rows that plans may make NaN or infinite, of the step that runs or ran last."""
         self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
         self.closed = False
         if manager.batch_processor is None:
@@ -98,10 +98,15 @@ class ManagerWorker(EngineWorker):
         self._replace(manager, "_generation_loop_body", self._generation_loop_body)
         self._replace(manager.output_router, "deliver", self._deliver)
         self._replace(manager.output_router, "deliver_batch", self._deliver_batch)
-        self._hold_cache(manager.batch_processor.cache)
+        self._hold_processor(manager.batch_processor)
 
-    def _hold_cache(self, cache: Any) -> None:
-        if "search_prefix_match" not in vars(cache):
+    def _hold_processor(self, processor: Any) -> None:
+        cache = processor.cache
+        if "update" not in vars(cache):  # else it is taken up again
+            if self._manager.model.dtype == torch.float16:
+                inputs = processor.inputs_and_outputs
+                self._replace(inputs, "get_model_kwargs", self._get_model_kwargs)
+            self._replace(processor.model_runner, "_sample", self._sample)
             self._replace(cache, "update", self._update)
             self._replace(cache, "search_prefix_match", self._search_prefix_match)
             self._replace(cache, "mark_complete_blocks", self._mark_complete_blocks)
@@ -120,7 +125,7 @@ class ManagerWorker(EngineWorker):
 
     def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
         processor = original()
-        self._hold_cache(processor.cache)
+        self._hold_processor(processor)
         return processor
 
     # --- requests ----------------------------------------------------------------------------
@@ -197,31 +202,24 @@ class ManagerWorker(EngineWorker):
         return goes_on
 
     def _generation_step(self, original: Callable[[], None]) -> None:
+        before, self._watched = self._watched, None
         if not self.requests:
             original()
             return
-        before, self._watched = self._watched, None
         rows = 0
         with self.failing():
             step = self._step = read_step(self._manager.batch_processor)
             rows = step.rows
             self.settle(step.requests, step.counts, step.positions)
+            if changed := [span for request, span in self._in_step if request.changes]:
+                self._watched = WatchedRows(changed)
         in_step = [request for request, _ in self._in_step]
         with self.running(rows):
             original()
         with self.failing(in_step):
-            self._fail_lost(before)
             # Asynchronous: its tokens are given out after the next step, and nothing waits here.
-            if not self._asynchronous:
-                self._fail_lost(self._watched)
-                self._watched = None
+            self._fail_lost(before if self._asynchronous else self._watched)
         self._end_failed()
-
-    def _enter(self, around: contextlib.ExitStack, rows: int) -> None:
-        super()._enter(around, rows)
-        changed = [span for request, span in self._in_step if request.changes]
-        if changed:
-            around.enter_context(self._apart(WatchedRows(changed)))
 
     def _gathered(self, rows: int) -> list[GatheredModule]:
         processor = self._manager.batch_processor
@@ -234,39 +232,30 @@ class ManagerWorker(EngineWorker):
     def _fail_sharers(self) -> None:
         """Does nothing: a request with a plan reads no keys and values of others."""
 
-    @contextlib.contextmanager
-    def _apart(self, watched: WatchedRows) -> Iterator[None]:
-        """Keeps rows that plans make NaN or infinite from others.
+    # The keys of all requests of a step stand in one tensor. A mask hides other requests' keys, but
+    # NaN plus a mask is NaN, so watched rows are cleaned before others read them. In float16 large
+    # scores exceed a mask of the lowest number, so masks are minus infinity there.
 
-        The keys of all requests of a step stand in one tensor. A mask hides other requests' keys,
-        but NaN plus a mask is NaN, and large float16 scores exceed a mask of its lowest number.
-        """
-        processor = self._manager.batch_processor
-        runner, inputs = processor.model_runner, processor.inputs_and_outputs
-        drawn = self._step.drawn
-        in_step = [request for request, _ in self._in_step]
+    def _get_model_kwargs(
+        self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        made = original(*args, **kwargs)
+        if self._watched is not None:
+            stream = self._manager.batch_processor.inputs_and_outputs.compute_stream
+            with self._failing_in_step(), stream_context(stream):
+                made["attention_mask"] = map_tensors(_hiding, made["attention_mask"])
+        return made
 
-        def sample(scores: Tensor, *others: Any) -> None:
-            with self.failing(in_step):
+    def _sample(self, original: Callable[..., None], scores: Tensor, *others: Any) -> None:
+        if self._watched is not None:
+            with self._failing_in_step():
                 # Drawing from NaN would raise, for all.
-                scores = watched.clean_logits(scores, drawn)
-            type(runner)._sample(runner, scores, *others)
+                scores = self._watched.clean_logits(scores, self._step.drawn)
+                self._watched.send()
+        original(scores, *others)
 
-        def get_model_kwargs(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            made: dict[str, Any] = type(inputs).get_model_kwargs(inputs, *args, **kwargs)
-            with self.failing(in_step), _computing(inputs):
-                made["attention_mask"] = _hiding(made["attention_mask"])
-            return made
-
-        self._cleaning = self._watched = watched
-        runner._sample, inputs.get_model_kwargs = sample, get_model_kwargs
-        try:
-            yield
-        finally:
-            self._cleaning = None
-            del runner._sample, inputs.get_model_kwargs
-        with _computing(inputs):
-            watched.send()
+    def _failing_in_step(self) -> contextlib.AbstractContextManager[None]:
+        return self.failing([request for request, _ in self._in_step])
 
     def _update(
         self,
@@ -282,10 +271,10 @@ class ManagerWorker(EngineWorker):
             module = self._cached.get(layer_idx)
             if module is not None:
                 keys, values = pass_ahead(module, keys, values, kwargs)
-            if self._cleaning is not None:
+            if self._watched is not None:
                 what = f"keys or values of layer {layer_idx}"
-                keys = self._cleaning.clean(keys, 2, what)
-                values = self._cleaning.clean(values, 2, what)
+                keys = self._watched.clean(keys, 2, what)
+                values = self._watched.clean(values, 2, what)
         except Exception:
             with self.failing():
                 raise
@@ -413,21 +402,6 @@ def _children(request_id: str, number: int) -> list[str]:
     return [f"{request_id}__child#{child}" for child in range(number)]
 
 
-def _computing(inputs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context whose work is done where the engine's is."""
-    stream = inputs.compute_stream
-    # Without one torch would look for a GPU, each time.
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _hiding(mask: Any) -> Any:
-    """Returns attention masks in float16 whose lowest numbers are minus infinity, others as given.
-
-    Args:
-        mask: a tensor, a dict of tensors or None.
-    """
-    if isinstance(mask, dict):
-        return {name: _hiding(each) for name, each in mask.items()}
-    if mask is None or mask.dtype != torch.float16:
-        return mask
+def _hiding(mask: Tensor) -> Tensor:
+    """Returns an attention mask whose lowest numbers are minus infinity."""
     return mask.masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
