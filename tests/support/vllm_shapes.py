@@ -12,6 +12,7 @@ def config(**changes: Any) -> Any:
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "local_engines_only": False,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "use_sequence_parallel_moe": False,

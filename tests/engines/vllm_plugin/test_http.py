@@ -22,7 +22,7 @@ import ferrohook as fh
 from ferrohook.engines import routes, uploads
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import EnginePlans
-from ferrohook.engines.vllm import http, plugin, requests, supported
+from ferrohook.engines.vllm import calls, http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
@@ -57,10 +57,18 @@ class Engine:
         self.new_tokens = 1
         """Requests that the front end has seen."""
 
-    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[bytes]:
+    @property
+    def engine_core(self) -> Engine:
+        """The client of the engine cores, which are one."""
+        return self
+
+    async def call_utility_all_async(
+        self, method: str, name: str, _timeout: None, args: tuple[Any, ...], _kwargs: None
+    ) -> list[list[bytes]]:
+        assert method == "collective_rpc"
         if (waiting := self.before(name.removeprefix("ferrohook_"))) is not None:
             await waiting
-        return [getattr(self.worker, name.removeprefix("ferrohook_"))(*args)]
+        return [[getattr(self.worker, name.removeprefix("ferrohook_"))(*args)]]
 
     async def send(self, plan: fh.Plan, token: str | None = OWN) -> None:
         """Takes the request "a" of three tokens, as far as the worker's queue."""
@@ -102,7 +110,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(http, "_PAUSE", 0.0)
-    monkeypatch.setattr(plugin, "_PATIENCE", 0.001)
+    monkeypatch.setattr(calls, "_PATIENCE", 0.001)
     return Engine()
 
 
@@ -284,15 +292,15 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
         served.attach_router(app)
         await request(app, "PUT", "vectors", content=data["a"])
         reached = asyncio.Event()
-        called = engine.collective_rpc
+        called = engine.call_utility_all_async
 
-        async def answering(name: str, args: tuple[Any, ...] = ()) -> list[bytes]:
-            answer = await called(name, args)
+        async def answering(method: str, name: str, *args: Any) -> list[list[bytes]]:
+            answer = await called(method, name, *args)
             if name == "ferrohook_put":  # on its way back
                 await slow(reached)
             return answer
 
-        engine.collective_rpc = answering  # type: ignore[method-assign]
+        engine.call_utility_all_async = answering  # type: ignore[method-assign]
         put = asyncio.ensure_future(request(app, "PUT", "vectors", content=data["b"]))
         await reached.wait()
         await request(app, "DELETE", "vectors/a")

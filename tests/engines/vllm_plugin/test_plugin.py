@@ -40,7 +40,8 @@ WIDTH = 4
     [
         ({"tensor_parallel_size": 2, "device_type": "cuda"}, "tensor parallelism on GPUs"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism of experts"),
+        ({"local_engines_only": True}, "data parallelism behind another load balancer"),
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),

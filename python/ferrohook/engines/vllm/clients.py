@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.engines.vllm.metrics import fetched
+from ferrohook.engines.vllm.calls import call, taken
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.engines.wire import unpacked
 from ferrohook.errors import HookError
@@ -44,9 +44,8 @@ def activations(llm: Any, output: Any) -> Captured:
     front_end = front_end_of(engine)
     ticket = front_end.find(getattr(output, "request_id", output))
     tokens = tokens_of(ticket)
-    (data, *_) = engine.collective_rpc("ferrohook_take", args=(ticket.key, tokens))
+    data = taken(call(engine, "take", ticket.key, tokens))
     front_end.forget(ticket)
-    fetched(data)
     if ticket.error is not None:
         raise HookError(ticket.error)
     return unpacked(data)
@@ -66,9 +65,9 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     engine = getattr(llm, "llm_engine", llm)
     front_end = connect(engine)
     data, digests = front_end.vectors.packed(vectors)
-    engine.collective_rpc("ferrohook_put", args=(data, digests))
+    call(engine, "put", data, digests)
     for digest in front_end.vectors.put(vectors, digests):
-        engine.collective_rpc("ferrohook_drop", args=(digest,))
+        call(engine, "drop", digest)
 
 
 def drop_vectors(llm: Any, names: Iterable[str]) -> None:
@@ -80,7 +79,7 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
     engine = getattr(llm, "llm_engine", llm)
     front_end = front_end_of(engine)
     for name in names:
-        engine.collective_rpc("ferrohook_drop", args=(front_end.vectors.drop(name), name))
+        call(engine, "drop", front_end.vectors.drop(name), name)
 
 
 def tokens_of(ticket: CapturingRequest) -> int:

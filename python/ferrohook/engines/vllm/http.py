@@ -15,8 +15,9 @@ from fastapi.responses import StreamingResponse
 from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.routes import EngineRoutes
+from ferrohook.engines.vllm.calls import call_async, found, taken
 from ferrohook.engines.vllm.metrics import fetched
-from ferrohook.engines.vllm.plugin import call, connect_async, sync
+from ferrohook.engines.vllm.plugin import connect_async, sync
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.wire import FIELD, HEADER, error_of, is_empty, packed
 from ferrohook.errors import HookError
@@ -77,10 +78,13 @@ class VLLMRoutes(EngineRoutes):
         return front_end.vectors
 
     async def _send(self, data: bytes, digests: dict[str, str]) -> None:
-        await self._call("ferrohook_put", data, digests)
+        if (await self._front_end()).servers > 1:
+            # They read the names from one rank, so all ranks have the vectors before.
+            await call_async(self._engine, "put", data, {})
+        await call_async(self._engine, "put", data, digests)
 
     async def _discard(self, digest: str, name: str = "") -> None:
-        await self._call("ferrohook_drop", digest, name)
+        await call_async(self._engine, "drop", digest, name)
 
     async def captures(self, request: Request, response_id: str, index: int = 0) -> Response:
         """Returns the captures of a finished request as safetensors, once.
@@ -118,10 +122,11 @@ class VLLMRoutes(EngineRoutes):
         try:
             while ticket.tokens is None:
                 if (tokens := self._tokens(ticket)) - 1 > since:
-                    data = await self._call("ferrohook_read_so_far", ticket.key, tokens, since)
-                    if error_of(data) is not None:
+                    asked = ticket.key, tokens, since
+                    data = found(await call_async(self._engine, "read_so_far", *asked))
+                    if data and error_of(data) is not None:
                         break
-                    if not is_empty(data):
+                    if data and not is_empty(data):
                         fetched(data)
                         yield _framed(data)
                         since = tokens - 1
@@ -134,8 +139,8 @@ class VLLMRoutes(EngineRoutes):
 
     async def _take(self, front_end: FrontEnd, ticket: CapturingRequest, since: int = 0) -> bytes:
         front_end.forget(ticket)
-        data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
-        fetched(data)
+        asked = ticket.key, ticket.tokens, since
+        data = taken(await call_async(self._engine, "take", *asked))
         return data if ticket.error is None else packed({}, {}, error=ticket.error)
 
     def _tokens(self, ticket: CapturingRequest) -> int:
@@ -154,10 +159,6 @@ class VLLMRoutes(EngineRoutes):
             raise HookError(msg)
         new = state.detokenizer.num_output_tokens()
         return int(state.prompt_len + new) if new else 0
-
-    async def _call(self, name: str, *args: Any) -> bytes:
-        (answer, *_) = await call(self._engine, name, *args)
-        return answer
 
 
 def _framed(data: bytes) -> bytes:

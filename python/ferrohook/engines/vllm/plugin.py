@@ -3,14 +3,14 @@
 Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
 and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` and `abort_requests`,
 `add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
-`create_chat_completion` of the OpenAI server. Engine: `Scheduler.update_from_output`,
-`EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what `self_test` calls. Worker:
-`WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND` lists them.
+`create_chat_completion` of the OpenAI server, and what `calls` calls. Engine:
+`Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what
+`self_test` calls. Worker: `WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND`
+lists them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import importlib
@@ -27,6 +27,7 @@ from ferrohook.engines.admission import check_salt
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
 from ferrohook.engines.vllm import metrics, self_test
+from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
-_PATIENCE: Final = 1.0
-"""Seconds between looks at an engine that has not answered."""
 _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
 """Front ends by `InputProcessor`."""
 _PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
@@ -80,6 +79,7 @@ def register() -> None:
                 "describe",
                 "put",
                 "drop",
+                "discard",
                 "uploaded",
                 "state",
                 "take",
@@ -99,7 +99,7 @@ def refusal() -> str | None:
     tried = ", ".join(CAPABILITIES.tried)
     if not CAPABILITIES.works and not is_newer():
         return f"vllm {CAPABILITIES.version} is older than those that were tried: {tried}"
-    for path in _AROUND:
+    for path in (*_AROUND, "v1.engine.core_client.AsyncMPClient.call_utility_all_async"):
         try:
             _method(path)
         except Exception as error:  # noqa: BLE001 (whatever the import of an unknown release raises)
@@ -140,7 +140,7 @@ def connect(engine: Any) -> FrontEnd:
     check_release()
     engine = getattr(engine, "llm_engine", engine)
     found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, engine.collective_rpc("ferrohook_describe"), serves=False)
+    return found or _connected(engine, call(engine, "describe"), serves=False)
 
 
 async def connect_async(engine: Any) -> FrontEnd:
@@ -151,44 +151,26 @@ async def connect_async(engine: Any) -> FrontEnd:
     """
     check_release()
     found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, await call(engine, "ferrohook_describe"), serves=True)
+    return found or _connected(engine, await call_async(engine, "describe"), serves=True)
 
 
 async def sync(engine: Any, front_end: FrontEnd) -> None:
     """Takes over what other API servers of an `AsyncLLM` uploaded."""
     if front_end.servers > 1:
-        data, *_ = await call(engine, "ferrohook_uploaded", front_end.vectors.digests())
+        # The first rank says what a name means; the others have the vectors too.
+        data, *_ = await call_async(engine, "uploaded", front_end.vectors.digests())
         front_end.vectors.sync(data)
 
 
-async def call(engine: Any, name: str, *args: Any) -> list[bytes]:
-    """Calls the worker of an `AsyncLLM`.
-
-    Raises:
-        EngineDeadError: the engine died meanwhile; vLLM would wait for ever.
-    """
-    answer = asyncio.ensure_future(engine.collective_rpc(name, args=args))
-    try:
-        while not (await asyncio.wait({answer}, timeout=_PATIENCE))[0]:
-            if engine.errored:
-                raise engine.dead_error
-        return answer.result()  # type: ignore[no-any-return]
-    finally:
-        answer.cancel()
-
-
 def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
-    parallel = engine.vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        # An engine core of a model without experts sets the size to 1, so that no worker knows.
-        raise HookError(CAPABILITIES.explain(["data parallelism"]))
-    described = json.loads(answers[0])
-    if "refused" in described:
-        raise HookError(described["refused"])
-    servers = getattr(parallel, "_api_process_count", 1)
+    described, *others = map(json.loads, answers)
+    for each in (described, *others):
+        if "refused" in each:
+            raise HookError(each["refused"])
+    servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
     options = VllmOptions.of(engine.vllm_config)
     modules = ModuleTable.from_json(described["modules"])
-    secret = bytes.fromhex(described["secret"])
+    secret = bytes.fromhex(described["secret"])  # the first rank's, as all API servers take it
     made = FrontEnd(modules, options, secret, max(servers, 1), serves=serves)
     return _front_ends.setdefault(engine.input_processor, made)
 
@@ -276,7 +258,8 @@ def _adding(
 ) -> Any:
     if _has_plan(params):
         try:
-            connect(self)
+            if keys := connect(self).take_cancelled():
+                call(self, "discard", keys)
         except HookError as error:
             raise BadPlanError(str(error)) from error
     return original(self, request_id, prompt, params, *args, **kwargs)
@@ -289,6 +272,8 @@ async def _adding_async(
     if _has_plan(params):
         try:
             front_end = await connect_async(self)
+            if keys := front_end.take_cancelled():
+                await call_async(self, "discard", keys)
             if front_end.names_vectors(params):
                 await sync(self, front_end)
             await front_end.read_large(params)

@@ -170,10 +170,7 @@ class FrontEnd:
             self._issue(CapturingRequest(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
-        # Tell the worker, with the next request, which captures were abandoned.
-        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         payload = {"plan": read.text, "vectors": read.used, "digest": read.digest, "key": key}
-        payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
         self._sent.add(key)
@@ -238,6 +235,13 @@ class FrontEnd:
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
+
+    def take_cancelled(self) -> list[str]:
+        """Returns the keys of captures that were abandoned, for the workers, once."""
+        with self._lock:
+            keys = [*self._cancelled]
+            self._cancelled.clear()
+        return keys
 
     def find(
         self, request_id: str, may: Callable[[CapturingRequest], bool] = bool

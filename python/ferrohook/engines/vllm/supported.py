@@ -17,6 +17,7 @@ CAPABILITIES: Final = Capabilities(
         "eager engines, any module that runs once per forward",
         "compiled engines, Add and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
+        "data parallelism with vLLM's own load balancer, of models without experts",
         "tensor parallelism on CPUs, modules whose tensors are the same on all ranks",
         "in process, and over HTTP through vllm_xargs",
     ),
@@ -24,7 +25,9 @@ CAPABILITIES: Final = Capabilities(
         "python functions": "a plan crosses processes as JSON",
         "tensor parallelism on GPUs": "not run on several GPUs yet",
         "pipeline parallelism": "a worker has a part of the layers; not tested",
-        "data parallelism": "captures would come from several engines; not tested",
+        "data parallelism of experts": "its ranks step together; not tested",
+        "data parallelism behind another load balancer": "it may send an upload to one server and "
+        "the requests to another; not tested",
         "context parallelism": "a worker has a part of the rows; not tested",
         "sequence parallelism": "a worker has a part of the rows; not tested",
         "microbatches": "a forward has a part of the rows; not tested",
@@ -43,7 +46,8 @@ CAPABILITIES: Final = Capabilities(
         "n > 1 with captures": "the children have one id: send n requests",
         "beam search": "vLLM drops extra_args on the way to the beams",
         "streamed inputs": "the length of the prompt is not settled",
-        "captures with several API servers": "the server that is asked need not be the one",
+        "captures with several API servers": "the server that is asked need not be the one: start "
+        "with --api-server-count 1",
     },
 )
 """See `ferrohook.engines.capabilities`."""
@@ -81,7 +85,9 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "tensor parallelism on GPUs": parallel.tensor_parallel_size > 1
         and config.device_config.device_type != "cpu",
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        # The engine cores of a model without experts are on their own: each says that it is one.
+        "data parallelism of experts": parallel.data_parallel_size > 1,
+        "data parallelism behind another load balancer": parallel.local_engines_only,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "sequence parallelism": bool(parallel.use_sequence_parallel_moe),

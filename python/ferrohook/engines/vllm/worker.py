@@ -213,8 +213,6 @@ class RunnerWorker(EngineWorker):
         if not isinstance(payload, dict):
             msg = "a plan came to the worker past the front end"
             raise HookError(msg)
-        for key in payload.get("cancelled", ()):
-            self._discard(key)
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
         self._discard(payload["key"])
@@ -321,7 +319,7 @@ class RunnerWorker(EngineWorker):
         return json.dumps(numbers).encode()
 
     def take(self, key: str, tokens: int, since: int = 0) -> bytes:
-        """Returns the captures of a finished request, and forgets them.
+        """Returns the captures of a finished request, and forgets them; empty without any.
 
         Args:
             key: of its ticket.
@@ -330,13 +328,21 @@ class RunnerWorker(EngineWorker):
             since: first position that is wanted.
         """
         found = self._captured(key)
-        self._discard(key)
-        if found is None:
-            missing = "the captures of the request are not there"
-            return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
-        # The runner may run it once more, and others read what that writes: its plan stays.
-        found.taken = True
-        return self.packed_captures(found, tokens, since=since)
+        self.discard([key])
+        return (
+            self._missing(key)
+            if found is None
+            else self.packed_captures(found, tokens, since=since)
+        )
+
+    def discard(self, keys: list[str]) -> bytes:
+        """Forgets captures that no client wants, or that it has."""
+        for key in keys:
+            if (found := self._captured(key)) is not None:
+                # The runner may run it once more, and others read what that writes: its plan stays.
+                found.taken = True
+            self._discard(key)
+        return b""
 
     def read_so_far(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
@@ -344,14 +350,19 @@ class RunnerWorker(EngineWorker):
         The front end asks while it takes the request to run: here it may wait, or be preempted, or
         be finished.
         """
-        if (found := self._captured(key)) is not None:
-            return self.packed_captures(found, tokens, since=since, partial=True)
-        return packed({}, {}, error=_DROPPED if key in self._dropped else None)
+        found = self._captured(key)
+        if found is None:
+            return self._missing(key)
+        return self.packed_captures(found, tokens, since=since, partial=True)
 
     def _captured(self, key: str) -> EngineRequest | None:
         """Returns the request that has captures: one that runs, or that is finished."""
-        opened = (it for it in self.requests.values() if it.key == key and it.opened is not None)
-        return next(opened, None) or self._finished.get(key)
+        capturing = (it for it in self.requests.values() if it.key == key and it.captures)
+        return next(capturing, None) or self._finished.get(key)
+
+    def _missing(self, key: str) -> bytes:
+        """Returns why captures are missing; nothing if another worker may have them."""
+        return packed({}, {}, error=_DROPPED) if key in self._dropped else b""
 
 
 def _free_bytes(device: torch.device) -> int:

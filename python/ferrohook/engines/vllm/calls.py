@@ -1,0 +1,51 @@
+"""Calls of an engine's workers: of each rank of data parallelism, and of tensor parallelism."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrohook.engines.vllm.metrics import fetched
+from ferrohook.engines.wire import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_PATIENCE: Final = 1.0
+"""Seconds between looks at an engine that has not answered."""
+
+
+def call(engine: Any, name: str, *args: Any) -> list[bytes]:
+    """Calls the workers of an `LLM` or `LLMEngine`; returns their answers, by rank."""
+    answers: list[bytes] = engine.collective_rpc(f"ferrohook_{name}", args=args)
+    return answers
+
+
+async def call_async(engine: Any, name: str, *args: Any) -> list[bytes]:
+    """Calls the workers of an `AsyncLLM`; returns their answers, by rank.
+
+    Raises:
+        EngineDeadError: the engine died meanwhile; vLLM would wait for ever.
+    """
+    # `collective_rpc` has all engine cores do it too, and returns the answers of the first one.
+    to_all = engine.engine_core.call_utility_all_async
+    answers = asyncio.ensure_future(to_all("collective_rpc", f"ferrohook_{name}", None, args, None))
+    try:
+        while not (await asyncio.wait({answers}, timeout=_PATIENCE))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return [each for core in answers.result() for each in core]
+    finally:
+        answers.cancel()
+
+
+def found(answers: Iterable[bytes]) -> bytes:
+    """Returns the answer of the worker that has what was asked for; empty if none has."""
+    return next(filter(None, answers), b"")
+
+
+def taken(answers: Iterable[bytes]) -> bytes:
+    """Returns the captures of the worker that had them, or why there are none."""
+    data = found(answers) or packed({}, {}, error="the captures of the request are not there")
+    fetched(data)
+    return data
