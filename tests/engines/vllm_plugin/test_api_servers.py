@@ -1,8 +1,7 @@
-"""vLLM with several API servers and with data parallelism: a request uses its own vectors."""
+"""vLLM with several API servers: a request uses its own vectors."""
 
 from __future__ import annotations
 
-import copy
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 NAMED = """{"version": 1, "entries": [{"type": "on", "what": "model.layers.1",
 "hook": {"type": "Add", "vector": {"tensor": "calm"}}}]}"""
+
+BALANCER = "data parallelism behind another load balancer"
 
 
 def test_vectors_that_one_server_takes_are_those_of_all(
@@ -65,15 +66,29 @@ def test_vectors_that_one_server_takes_are_those_of_all(
         assert "captures with several API servers is refused" in answer.text
 
 
-def test_data_parallelism_is_refused_where_its_ranks_hide_it(models: Any) -> None:
-    """An engine core of a model without experts sets the size to 1: its workers do not know."""
+def test_data_parallelism_behind_another_load_balancer_is_refused(models: Any) -> None:
+    """An engine core of a model without experts takes itself for the only one."""
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
 
     options = {"model": str(models["llama"][0]), "enforce_eager": True}
-    config = EngineArgs(data_parallel_size=2, **options).create_engine_config()
-    hidden = copy.deepcopy(config)
-    hidden.parallel_config.reconfigure_for_independent_dp_rank()
-    assert refusals(config).keys() == {"data parallelism"}
-    assert not refusals(hidden)
-    with pytest.raises(fh.HookError, match="data parallelism"):
-        plugin._connected(types.SimpleNamespace(vllm_config=config), [b"{}"], serves=True)
+    for changes, refused in (
+        ({}, set()),
+        ({"data_parallel_external_lb": True, "data_parallel_rank": 0}, {BALANCER}),
+        ({"data_parallel_hybrid_lb": True, "data_parallel_start_rank": 0}, {BALANCER}),
+    ):
+        config = EngineArgs(
+            data_parallel_size=2, data_parallel_size_local=1, **changes, **options
+        ).create_engine_config()
+        assert refusals(config).keys() == refused | {"data parallelism of experts"}
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+        assert refusals(config).keys() == refused
+
+
+def test_one_rank_that_refuses_plans_refuses_them_for_all(models: Any) -> None:
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    config = EngineArgs(model=str(models["llama"][0])).create_engine_config()
+    engine = types.SimpleNamespace(vllm_config=config)
+    answers = [b'{"modules": {}, "secret": ""}', b'{"refused": "its self-test failed"}']
+    with pytest.raises(fh.HookError, match="its self-test failed"):
+        plugin._connected(engine, answers, serves=True)
