@@ -152,5 +152,7 @@ def state(llm: Any) -> dict[str, int]:
     """Returns the worker's numbers."""
     import json  # noqa: PLC0415
 
-    numbers: dict[str, int] = json.loads(llm.collective_rpc("ferrohook_state")[0])
+    from ferrohook.engines.vllm.calls import call  # noqa: PLC0415
+
+    numbers: dict[str, int] = json.loads(call(llm, "state")[0])
     return numbers

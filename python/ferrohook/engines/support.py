@@ -87,8 +87,3 @@ class Capabilities:
         """
         msg = f"{feature} is refused with {self.engine}: {self.refused[feature]}"
         raise HookError(msg)
-
-
-def release(version: str) -> str:
-    """Returns "major.minor" of a version."""
-    return ".".join(version.split(".")[:2])

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 NAMED = """{"version": 1, "entries": [{"type": "on", "what": "model.layers.1",
 "hook": {"type": "Add", "vector": {"tensor": "calm"}}}]}"""
 
-BALANCER = "data parallelism behind another load balancer"
-
 
 def test_vectors_that_one_server_takes_are_those_of_all(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,19 +64,17 @@ def test_vectors_that_one_server_takes_are_those_of_all(
         assert "captures with several API servers is refused" in answer.text
 
 
-def test_data_parallelism_behind_another_load_balancer_is_refused(models: Any) -> None:
+def test_data_parallelism_with_a_load_balancer_of_others_is_refused(models: Any) -> None:
     """An engine core of a model without experts takes itself for the only one."""
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
 
-    options = {"model": str(models["llama"][0]), "enforce_eager": True}
+    model, hybrid = str(models["llama"][0]), {"hybrid data parallelism"}
     for changes, refused in (
         ({}, set()),
-        ({"data_parallel_external_lb": True, "data_parallel_rank": 0}, {BALANCER}),
-        ({"data_parallel_hybrid_lb": True, "data_parallel_start_rank": 0}, {BALANCER}),
+        ({"data_parallel_hybrid_lb": True, "data_parallel_start_rank": 0}, hybrid),
     ):
-        config = EngineArgs(
-            data_parallel_size=2, data_parallel_size_local=1, **changes, **options
-        ).create_engine_config()
+        sizes = {"data_parallel_size": 4, "data_parallel_size_local": 2, **changes}
+        config = EngineArgs(model=model, enforce_eager=True, **sizes).create_engine_config()
         assert refusals(config).keys() == refused | {"data parallelism of experts"}
         config.parallel_config.reconfigure_for_independent_dp_rank()
         assert refusals(config).keys() == refused

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, vllm
+from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.plugin import connect
 from ferrohook.engines.wire import unpacked
 from ferrohook.plans.entries import KeepEntry
@@ -322,7 +323,7 @@ def test_captures_that_are_taken_early_do_not_end_a_plan(models: Any, llm: Any) 
     key = connect(llm).find("early").key
     ran = 64  # a chunk of the prompt
     taken = [
-        unpacked(engine.collective_rpc("ferrohook_take", args=(key, ran + 1))[0])
+        unpacked(call(engine, "take", key, ran + 1)[0])
         for _ in range(2)  # a client that tries again gets them again
     ]
     first, second = (each.acts["model.layers.2"] for each in taken)

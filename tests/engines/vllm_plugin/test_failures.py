@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import admission, vllm
+from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.wire import digest_of
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
@@ -54,7 +55,7 @@ def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, ll
     }
     engine = llm.llm_engine
     engine.add_request("failing", {"prompt_token_ids": PROMPT}, sampling(named))
-    engine.collective_rpc("ferrohook_drop", args=(digest_of(VECTOR.clone()), "gone"))
+    call(engine, "drop", digest_of(VECTOR.clone()), "gone")
     engine.add_request("other", {"prompt_token_ids": PROMPT}, sampling(STEERED.plan))
     finished = {}
     while engine.has_unfinished_requests():

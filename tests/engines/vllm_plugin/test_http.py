@@ -48,7 +48,8 @@ class Engine:
         self.worker.served = ServedModel(ModuleTable(table, {}), EnginePlans(self.model))
         self.vllm_config = config()
         self.input_processor = type("InputProcessor", (), {})()
-        self.output_processor = types.SimpleNamespace(request_states={})
+        self.output_processor: Any = type("OutputProcessor", (), {})()
+        self.output_processor.request_states = {}
         self.errored = False
         self.dead_error = RuntimeError("the engine is dead")
         self.before: Callable[[str], Coroutine[Any, Any, None] | None] = lambda _name: None
@@ -65,10 +66,11 @@ class Engine:
     async def call_utility_all_async(
         self, method: str, name: str, _timeout: None, args: tuple[Any, ...], _kwargs: None
     ) -> list[list[bytes]]:
-        assert method == "collective_rpc"
-        if (waiting := self.before(name.removeprefix("ferrohook_"))) is not None:
+        assert (method, name) == ("collective_rpc", "ferrohook_call")
+        name, *rest = args
+        if (waiting := self.before(name)) is not None:
             await waiting
-        return [[getattr(self.worker, name.removeprefix("ferrohook_"))(*args)]]
+        return [[getattr(self.worker, name)(*rest)]]
 
     async def send(self, plan: fh.Plan, token: str | None = OWN) -> None:
         """Takes the request "a" of three tokens, as far as the worker's queue."""
@@ -84,7 +86,8 @@ class Engine:
         )
         front_end.prepare(request)
         self.payload = request.sampling_params.extra_args["ferrohook"]
-        front_end.assigned(self.payload["key"], "a-engine")
+        request.request_id = "a-engine"
+        front_end.joined(request)
         made = types.SimpleNamespace(num_output_tokens=lambda: self.new_tokens)
         state = types.SimpleNamespace(prompt_len=PROMPT, detokenizer=made)
         self.output_processor.request_states["a-engine"] = state
@@ -103,7 +106,7 @@ class Engine:
     async def finish(self) -> None:
         """Ends the request in the front end, in one turn of its event loop."""
         front_end = await connect_async(self)
-        front_end.finished("a-engine", len(self.rows) + 1, last=True)
+        front_end.finished("a-engine", len(self.rows) + 1)
         self.output_processor.request_states.clear()
 
 
@@ -186,7 +189,7 @@ def test_a_request_on_its_way_is_waited_for(engine: Engine) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert not stream.done()
-        front_end.assigned(ticket.key, "a-engine")
+        ticket.engine_id = "a-engine"
         engine.output_processor.request_states["a-engine"] = state
         engine.step(PROMPT)
         await engine.finish()
@@ -294,9 +297,11 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
         reached = asyncio.Event()
         called = engine.call_utility_all_async
 
-        async def answering(method: str, name: str, *args: Any) -> list[list[bytes]]:
-            answer = await called(method, name, *args)
-            if name == "ferrohook_put":  # on its way back
+        async def answering(
+            method: str, name: str, _timeout: None, args: tuple[Any, ...], _kwargs: None
+        ) -> list[list[bytes]]:
+            answer = await called(method, name, None, args, None)
+            if args[0] == "put":  # on its way back
                 await slow(reached)
             return answer
 
@@ -474,7 +479,7 @@ def test_a_dead_engine_and_an_old_release_say_so(
         for module in (plugin, supported):
             monkeypatch.setattr(module, "CAPABILITIES", old)
         routes = ("GET", "capabilities"), ("PUT", "vectors"), ("GET", "vectors")
-        return alive, dead, *[await asked(engine, *route) for route in routes]
+        return alive, dead, *[await asked(Engine(), *route) for route in routes]
 
     alive, dead, *old = asyncio.run(run())
     assert alive.status_code == httpx.codes.OK

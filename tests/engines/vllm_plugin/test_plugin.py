@@ -41,7 +41,7 @@ WIDTH = 4
         ({"tensor_parallel_size": 2, "device_type": "cuda"}, "tensor parallelism on GPUs"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of experts"),
-        ({"local_engines_only": True}, "data parallelism behind another load balancer"),
+        ({"local_engines_only": True}, "hybrid data parallelism"),
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),

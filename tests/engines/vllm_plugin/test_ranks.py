@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from ferrohook.engines.vllm.calls import call
 from support.engines import Change, Job
 from support.vllm_engine import (
     EOS,
@@ -54,7 +55,7 @@ def engine(models: Any) -> Iterator[Any]:
 
 
 def states(engine: Any) -> list[dict[str, int]]:
-    return [json.loads(each) for each in engine.collective_rpc("ferrohook_state")]
+    return [json.loads(each) for each in call(engine, "state")]
 
 
 def check(model: Any, job: Job, output: Any) -> None:

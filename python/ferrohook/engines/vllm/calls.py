@@ -11,13 +11,15 @@ from ferrohook.engines.wire import packed
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_METHOD: Final = "ferrohook_call"
+"""Of `WorkerWrapperBase`."""
 _PATIENCE: Final = 1.0
 """Seconds between looks at an engine that has not answered."""
 
 
 def call(engine: Any, name: str, *args: Any) -> list[bytes]:
     """Calls the workers of an `LLM` or `LLMEngine`; returns their answers, by rank."""
-    answers: list[bytes] = engine.collective_rpc(f"ferrohook_{name}", args=args)
+    answers: list[bytes] = engine.collective_rpc(_METHOD, args=(name, *args))
     return answers
 
 
@@ -29,7 +31,7 @@ async def call_async(engine: Any, name: str, *args: Any) -> list[bytes]:
     """
     # `collective_rpc` has all engine cores do it too, and returns the answers of the first one.
     to_all = engine.engine_core.call_utility_all_async
-    answers = asyncio.ensure_future(to_all("collective_rpc", f"ferrohook_{name}", None, args, None))
+    answers = asyncio.ensure_future(to_all("collective_rpc", _METHOD, None, (name, *args), None))
     try:
         while not (await asyncio.wait({answers}, timeout=_PATIENCE))[0]:
             if engine.errored:

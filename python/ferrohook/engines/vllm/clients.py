@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.engines.vllm.calls import call, taken
-from ferrohook.engines.vllm.plugin import connect, front_end_of
+from ferrohook.engines.vllm.plugin import connect
 from ferrohook.engines.wire import unpacked
 from ferrohook.errors import HookError
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.vllm.requests import CapturingRequest
     from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
 
@@ -40,11 +39,12 @@ def activations(llm: Any, output: Any) -> Captured:
         KeyError: the request captures nothing, or its captures were fetched.
         ValueError: several requests have the id.
     """
-    engine = getattr(llm, "llm_engine", llm)
-    front_end = front_end_of(engine)
+    front_end = connect(llm)
     ticket = front_end.find(getattr(output, "request_id", output))
-    tokens = tokens_of(ticket)
-    data = taken(call(engine, "take", ticket.key, tokens))
+    if ticket.tokens is None:
+        msg = f"the request {ticket.request_id!r} is not finished, or was cancelled"
+        raise HookError(msg)
+    data = taken(call(llm, "take", ticket.key, ticket.tokens))
     front_end.forget(ticket)
     if ticket.error is not None:
         raise HookError(ticket.error)
@@ -62,12 +62,11 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
         ValueError: there would be too many, too many bytes of them (`vectors_bytes`), or a name is
             too long.
     """
-    engine = getattr(llm, "llm_engine", llm)
-    front_end = connect(engine)
+    front_end = connect(llm)
     data, digests = front_end.vectors.packed(vectors)
-    call(engine, "put", data, digests)
+    call(llm, "put", data, digests)
     for digest in front_end.vectors.put(vectors, digests):
-        call(engine, "drop", digest)
+        call(llm, "drop", digest)
 
 
 def drop_vectors(llm: Any, names: Iterable[str]) -> None:
@@ -76,19 +75,6 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
     Raises:
         KeyError: no vector has the name.
     """
-    engine = getattr(llm, "llm_engine", llm)
-    front_end = front_end_of(engine)
+    front_end = connect(llm)
     for name in names:
-        call(engine, "drop", front_end.vectors.drop(name), name)
-
-
-def tokens_of(ticket: CapturingRequest) -> int:
-    """Returns the number of tokens of a finished request.
-
-    Raises:
-        HookError: it is not finished, or was cancelled.
-    """
-    if ticket.tokens is None:
-        msg = f"the request {ticket.request_id!r} is not finished, or was cancelled"
-        raise HookError(msg)
-    return ticket.tokens
+        call(llm, "drop", front_end.vectors.drop(name), name)

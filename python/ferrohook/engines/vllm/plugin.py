@@ -1,12 +1,12 @@
 """Entry point `vllm.general_plugins`: what vLLM calls in each of its processes.
 
-Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
-and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` and `abort_requests`,
-`add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
-`create_chat_completion` of the OpenAI server, and what `calls` calls. Engine:
-`Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what
-`self_test` calls. Worker: `WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND`
-lists them.
+Few names of vLLM are used, each bound as late as can be. Front end: `process_inputs` of
+`InputProcessor`; `add_request`, `process_outputs`, `_finish_request` and `abort_requests` of
+`OutputProcessor`; `add_request` of both engines; `GenerateBaseServing._raise_if_error`,
+`create_completion` and `create_chat_completion` of the OpenAI server; and what `calls` calls.
+Engine: `Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and
+what `self_test` calls. Worker: `WorkerWrapperBase.init_device`, then the methods in `runners`.
+`_AROUND` lists them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
-from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
+from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
 from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
@@ -41,7 +41,7 @@ _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
-"""Front ends by `InputProcessor`."""
+"""Front ends by `InputProcessor` and by `OutputProcessor`."""
 _PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
 _WORKER: Final = "v1.worker.worker_base.WorkerWrapperBase.init_device"
 _OUTPUTS: Final = "v1.engine.output_processor.OutputProcessor"
@@ -74,19 +74,7 @@ def register() -> None:
         if reason is None:
             for path, function in _AROUND.items():
                 _wrap(path, function)
-            wrapper, _ = _method(_WORKER)
-            for name in (
-                "describe",
-                "put",
-                "drop",
-                "discard",
-                "uploaded",
-                "state",
-                "take",
-                "read_so_far",
-                "refuse",
-            ):
-                setattr(wrapper, f"ferrohook_{name}", _remote(name))
+            _method(_WORKER)[0].ferrohook_call = _called
         else:
             _LOG.warning("ferrohook: %s", reason)
             _wrap(_PROCESSOR, functools.partial(_refusing, reason))
@@ -117,30 +105,17 @@ def check_release() -> None:
         raise HookError(reason)
 
 
-def front_end_of(engine: Any) -> FrontEnd:
-    """Returns the front end of an `LLM`, `LLMEngine` or `AsyncLLM` that has one.
-
-    Raises:
-        HookError: no plan was used with it, or it is no engine.
-    """
-    engine = getattr(engine, "llm_engine", engine)
-    found = _front_ends.get(getattr(engine, "input_processor", None))
-    if found is None:
-        msg = "no request of this engine has used a plan"
-        raise HookError(msg)
-    return found
-
-
 def connect(engine: Any) -> FrontEnd:
     """Returns the front end of an `LLM` or `LLMEngine`, made at first use.
 
     Raises:
         HookError: plans are refused in this engine, with the reason.
     """
-    check_release()
     engine = getattr(engine, "llm_engine", engine)
-    found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, call(engine, "describe"), serves=False)
+    if (found := _front_ends.get(engine.input_processor)) is not None:
+        return found
+    check_release()
+    return _connected(engine, call(engine, "describe"), serves=False)
 
 
 async def connect_async(engine: Any) -> FrontEnd:
@@ -149,9 +124,10 @@ async def connect_async(engine: Any) -> FrontEnd:
     Raises:
         HookError: plans are refused in this engine, with the reason.
     """
+    if (found := _front_ends.get(engine.input_processor)) is not None:
+        return found
     check_release()
-    found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, await call_async(engine, "describe"), serves=True)
+    return _connected(engine, await call_async(engine, "describe"), serves=True)
 
 
 async def sync(engine: Any, front_end: FrontEnd) -> None:
@@ -172,7 +148,9 @@ def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
     modules = ModuleTable.from_json(described["modules"])
     secret = bytes.fromhex(described["secret"])  # the first rank's, as all API servers take it
     made = FrontEnd(modules, options, secret, max(servers, 1), serves=serves)
-    return _front_ends.setdefault(engine.input_processor, made)
+    found = _front_ends.setdefault(engine.input_processor, made)
+    _front_ends[engine.output_processor] = found
+    return found
 
 
 def _named(module: str, name: str) -> Any:
@@ -209,12 +187,12 @@ def _has_plan(params: Any) -> bool:
 # --- front end -----------------------------------------------------------------------------------
 
 
-def _tell(method: Callable[..., None], *args: Any) -> None:
-    """Calls a method of all front ends; a fault of theirs never ends the engine's client."""
-    for front_end in [*_front_ends.values()]:
+def _tell(processor: Any, method: Callable[..., None], *args: Any) -> None:
+    """Calls a method of a front end, whose faults never end the engine's client."""
+    if (front_end := _front_ends.get(processor)) is not None:
         try:
             method(front_end, *args)
-        except Exception:  # noqa: BLE001 (one of many: the others have to be told)
+        except Exception:  # noqa: BLE001 (the answers of all requests go on)
             _LOG.exception("ferrohook failed while the engine answered")
 
 
@@ -282,13 +260,11 @@ async def _adding_async(
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
-@_around("v1.engine.input_processor.InputProcessor.assign_request_id")
-def _assigning(original: Any, request: Any) -> None:
-    original(request)
+@_around(f"{_OUTPUTS}.add_request")
+def _joining(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, request, *args, **kwargs)
     if _has_plan(request.sampling_params):
-        _tell(
-            FrontEnd.assigned, request.sampling_params.extra_args[NAME]["key"], request.request_id
-        )
+        _tell(self, FrontEnd.joined, request)
 
 
 @_around(f"{_OUTPUTS}.process_outputs")
@@ -298,16 +274,16 @@ def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: An
         if each.finish_reason == error and isinstance(each.stop_reason, str):
             if (state := self.request_states.get(each.request_id)) is None:
                 continue
-            _tell(FrontEnd.failed, each.request_id, state.external_req_id, each.stop_reason)
+            _tell(self, FrontEnd.failed, each.request_id, state.external_req_id, each.stop_reason)
     return original(self, outputs, *args, **kwargs)
 
 
 @_around("entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error")
 def _raising(original: Any, self: Any, finish_reason: str | None, request_id: str) -> None:
     if finish_reason == "error":
-        for front_end in [*_front_ends.values()]:
-            if (reason := front_end.failure(request_id)) is not None:
-                raise _named("exceptions", "GenerationError")(reason)
+        front_end = _front_ends.get(self.input_processor)
+        if front_end is not None and (reason := front_end.failure(request_id)) is not None:
+            raise _named("exceptions", "GenerationError")(reason)
     original(self, finish_reason, request_id)
 
 
@@ -322,6 +298,8 @@ async def _answering(
     xargs = request.vllm_xargs or {}
     if NAME not in xargs or raw_request is None:
         return await original(self, request, raw_request, *args)
+    if request.use_beam_search:
+        refuse("beam search")
     token = raw_request.headers.get(HEADER) or secrets.token_urlsafe(_SHORTEST)
     if len(token) < _SHORTEST:
         msg = f"a token of captures has at least {_SHORTEST} characters, got {len(token)}"
@@ -351,13 +329,7 @@ async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIter
 def _finishing(original: Any, self: Any, state: Any) -> Any:
     if state.detokenizer is not None:
         tokens = state.prompt_len + state.detokenizer.num_output_tokens()
-        parent = state.parent_req
-        owner, last = (
-            (state.request_id, True)
-            if parent is None
-            else (parent.request_id, not parent.child_requests)
-        )
-        _tell(FrontEnd.finished, owner, tokens, last)
+        _tell(self, FrontEnd.finished, state.request_id, tokens)
     return original(self, state)
 
 
@@ -365,19 +337,8 @@ def _finishing(original: Any, self: Any, state: Any) -> Any:
 def _aborting(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     aborted = original(self, *args, **kwargs)
     for request_id in aborted:
-        _tell(FrontEnd.cancelled, request_id)
+        _tell(self, FrontEnd.cancelled, request_id)
     return aborted
-
-
-@_around(
-    f"{_OPENAI}.completion.protocol.CompletionRequest.to_beam_search_params",
-    f"{_OPENAI}.chat_completion.protocol.ChatCompletionRequest.to_beam_search_params",
-)
-def _beaming(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if NAME in (self.vllm_xargs or ()):
-        msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
-        raise BadPlanError(msg)
-    return original(self, *args, **kwargs)
 
 
 @_around("fastapi.applications.FastAPI.build_middleware_stack")
@@ -457,9 +418,7 @@ def _initializing(original: Any, self: Any) -> Any:
     return result
 
 
-def _remote(name: str) -> Callable[..., bytes]:
-    def call(self: Any, *args: Any) -> bytes:
-        return getattr(self.ferrohook, name)(*args)  # type: ignore[no-any-return]
-
-    call.__name__ = f"ferrohook_{name}"
-    return call
+def _called(self: Any, name: str, *args: Any) -> bytes:
+    """Answers `calls`, in the process of a worker."""
+    answer: bytes = getattr(self.ferrohook, name)(*args)
+    return answer

@@ -14,7 +14,7 @@ from ferrohook.engines.admission import Admission, ReadPlan, text_of
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Vectors, VectorsOfPlan
 from ferrohook.engines.vllm import metrics
-from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.vllm.supported import refuse
 from ferrohook.engines.wire import FIELD, NAME
 
 if TYPE_CHECKING:
@@ -108,13 +108,10 @@ class FrontEnd:
         self._lock = threading.Lock()
         self._tickets: dict[str, list[CapturingRequest]] = {}
         self._by_key: dict[str, CapturingRequest] = {}
-        self._by_engine_id: dict[str, CapturingRequest] = {}
+        self._running: dict[str, CapturingRequest | None] = {}
+        """Tickets of the requests with a plan that the engine has, by its ids; None without one."""
         self._failures: dict[str, str] = {}
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
-        self._sent: set[str] = set()
-        """Keys of requests with a plan, until the engine gives them an id."""
-        self._running: set[str] = set()
-        """Engine's ids of requests with a plan."""
 
     def _read(self, value: Any) -> ReadPlan:
         return self._admission.read(value, VectorsOfPlan.uploaded(self.vectors))
@@ -147,14 +144,14 @@ class FrontEnd:
         value = params.extra_args[NAME]
         read = value if isinstance(value, ReadPlan) else self._read(value)
         if request.resumable:
-            _refuse("streamed inputs")
+            refuse("streamed inputs")
         key = uuid.uuid4().hex
         prompt = _prompt_length(request)
         if read.captures:
             if params.n > 1:
-                _refuse("n > 1 with captures")
+                refuse("n > 1 with captures")
             if self.servers > 1:
-                _refuse("captures with several API servers")
+                refuse("captures with several API servers")
             self._admission.check_captures(read.plan, prompt, params.max_tokens)
             # Positions that a cache has are run again, where they are wanted.
             if read.reaches_back:
@@ -173,7 +170,6 @@ class FrontEnd:
         payload = {"plan": read.text, "vectors": read.used, "digest": read.digest, "key": key}
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
-        self._sent.add(key)
 
     def _issue(self, ticket: CapturingRequest) -> None:
         with self._lock:
@@ -182,32 +178,21 @@ class FrontEnd:
             while len(self._by_key) > _MOST_TICKETS:  # of clients that never asked
                 self._forget(next(iter(self._by_key.values())))
 
-    def assigned(self, key: str, engine_id: str) -> None:
-        """Notes the engine's id of a request."""
+    def joined(self, request: Any) -> None:
+        """Notes that the engine gets an `EngineCoreRequest`, which has the engine's id by now."""
+        key = request.sampling_params.extra_args[NAME]["key"]
         with self._lock:
-            if key not in self._sent:
-                return  # another engine's
-            self._sent.discard(key)
-            self._running.add(engine_id)
-            if (ticket := self._by_key.get(key)) is not None:
-                ticket.engine_id = engine_id
-                self._by_engine_id[engine_id] = ticket
+            ticket = self._running[request.request_id] = self._by_key.get(key)
+            if ticket is not None:
+                ticket.engine_id = request.request_id
 
-    def finished(self, engine_id: str, tokens: int, last: bool) -> None:  # noqa: FBT001 (told by position)
-        """Notes the number of tokens of a finished request.
-
-        Args:
-            engine_id: of the request; of its parent, if it is one of `n`.
-            tokens: tokens of prompt and answer.
-            last: no other of the `n` runs.
-        """
+    def finished(self, engine_id: str, tokens: int) -> None:
+        """Notes the number of tokens of prompt and answer of a finished request."""
         with self._lock:
             if engine_id in self._running:
                 metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
-            if last:
-                self._running.discard(engine_id)
-        if (ticket := self._by_engine_id.get(engine_id)) is not None:
-            ticket.tokens = tokens
+                if (ticket := self._running.pop(engine_id)) is not None:
+                    ticket.tokens = tokens
 
     def failed(self, engine_id: str, request_id: str, reason: str) -> None:
         """Notes the failure of a request's plan."""
@@ -217,7 +202,7 @@ class FrontEnd:
             self._failures[request_id] = _SEVERAL if request_id in self._failures else reason
             if len(self._failures) > _MOST_TICKETS:
                 self._failures.pop(next(iter(self._failures)))
-            if (ticket := self._by_engine_id.get(engine_id)) is not None:
+            if (ticket := self._running.get(engine_id)) is not None:
                 ticket.error = reason
 
     def failure(self, request_id: str) -> str | None:
@@ -230,9 +215,7 @@ class FrontEnd:
     def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
-            self._running.discard(engine_id)
-            self._running.discard(engine_id.partition("_")[2])  # of one of `n`: its parent
-            if (ticket := self._by_engine_id.get(engine_id)) is not None:
+            if (ticket := self._running.pop(engine_id, None)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
 
@@ -273,8 +256,6 @@ class FrontEnd:
 
     def _forget(self, ticket: CapturingRequest) -> None:
         self._by_key.pop(ticket.key, None)
-        if ticket.engine_id is not None:
-            self._by_engine_id.pop(ticket.engine_id, None)
         tickets = self._tickets.get(ticket.request_id, [])
         if ticket in tickets:
             tickets.remove(ticket)
@@ -285,8 +266,3 @@ class FrontEnd:
 def _prompt_length(request: Any) -> int:
     ids = request.prompt_token_ids
     return len(request.prompt_embeds if ids is None else ids)
-
-
-def _refuse(feature: str) -> None:
-    msg = f"{feature} is refused with vllm: {CAPABILITIES.refused[feature]}"
-    raise ValueError(msg)

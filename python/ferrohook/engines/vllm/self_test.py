@@ -18,6 +18,7 @@ import torch
 
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.model.modules import ModuleTable
+from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, is_newer
 from ferrohook.engines.wire import NAME, unpacked
@@ -47,7 +48,7 @@ def run(core: Any) -> None:
         return
     setattr(core, _MARK, True)
     try:
-        described = json.loads(core.collective_rpc("ferrohook_describe")[0])
+        described = json.loads(call(core, "describe")[0])
         if "refused" in described:
             return
         check(core, described)
@@ -55,7 +56,7 @@ def run(core: Any) -> None:
         reason = f"the self-test of ferrohook in vLLM {CAPABILITIES.version} failed: {error}"
         _LOG.error("ferrohook: plans are refused: %s", reason)
         with contextlib.suppress(Exception):  # of a worker without ferrohook
-            core.collective_rpc("ferrohook_refuse", args=(reason,))
+            call(core, "refuse", reason)
         return
     if is_newer():
         _LOG.warning(
@@ -259,7 +260,7 @@ class _Engine:
 
     def open_requests(self) -> int:
         """Returns the number of requests that the worker has."""
-        found: int = json.loads(self._core.collective_rpc("ferrohook_state")[0])["requests"]
+        found: int = json.loads(call(self._core, "state")[0])["requests"]
         return found
 
     def _add(self, sent: _Known) -> str:
@@ -312,5 +313,5 @@ class _Engine:
             known.error = str(output.stop_reason)
         elif not known.fails and any(isinstance(it, KeepEntry) for it in known.plan.entries):
             tokens = len(known.prompt) + len(known.tokens)
-            data, *_ = self._core.collective_rpc("ferrohook_take", args=(known.key, tokens))
+            data, *_ = call(self._core, "take", known.key, tokens)
             known.acts = unpacked(data).acts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ferrohook.engines.support import Capabilities
 
@@ -26,8 +26,8 @@ CAPABILITIES: Final = Capabilities(
         "tensor parallelism on GPUs": "not run on several GPUs yet",
         "pipeline parallelism": "a worker has a part of the layers; not tested",
         "data parallelism of experts": "its ranks step together; not tested",
-        "data parallelism behind another load balancer": "it may send an upload to one server and "
-        "the requests to another; not tested",
+        "hybrid data parallelism": "your load balancer may send an upload to one server and the "
+        "requests to another; not tested",
         "context parallelism": "a worker has a part of the rows; not tested",
         "sequence parallelism": "a worker has a part of the rows; not tested",
         "microbatches": "a forward has a part of the rows; not tested",
@@ -72,6 +72,16 @@ class BadPlanError(_CLIENT_ERROR, ValueError):  # type: ignore[misc]  # vLLM has
     """Plan with which a request must not be scheduled: vLLM answers 400."""
 
 
+def refuse(feature: str) -> NoReturn:
+    """Refuses the plan of a request that uses a refused feature.
+
+    Raises:
+        BadPlanError: always.
+    """
+    msg = f"{feature} is refused with vllm: {CAPABILITIES.refused[feature]}"
+    raise BadPlanError(msg)
+
+
 def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
     """Returns the refused features that a `VllmConfig` uses, with the reasons.
 
@@ -87,7 +97,7 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         # The engine cores of a model without experts are on their own: each says that it is one.
         "data parallelism of experts": parallel.data_parallel_size > 1,
-        "data parallelism behind another load balancer": parallel.local_engines_only,
+        "hybrid data parallelism": parallel.local_engines_only,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "sequence parallelism": bool(parallel.use_sequence_parallel_moe),
