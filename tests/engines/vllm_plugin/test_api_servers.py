@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from ferrohook.engines.vllm import plugin
 from ferrohook.engines.vllm.supported import refusals
 from support.engine_scenes import PROMPT
 from support.engines import Change, Job
+from support.serving import wrong_answers
 from support.vllm_engine import EOS, WIDTH, Answer
 from support.vllm_server import KEY, NEW, body, serving
 
@@ -29,29 +31,43 @@ NAMED = """{"version": 1, "entries": [{"type": "on", "what": "model.layers.1",
 "hook": {"type": "Add", "vector": {"tensor": "calm"}}}]}"""
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_vectors_that_one_server_takes_are_those_of_all(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Each connection comes to one of them by chance."""
+    """Replaced and dropped under load; each connection comes to one of the servers by chance."""
     monkeypatch.setattr(support.engines, "EOS", EOS)
     folder, model = models["llama"]
+    vectors = [torch.linspace(-2, 2, WIDTH).roll(7 * number) for number in range(6)]
+    jobs = [Job(PROMPT, (Change(1, fh.Add(vector), None),)) for vector in vectors]
+    sent = body(Job(PROMPT)) | {"vllm_xargs": {"ferrohook": NAMED}}
 
     def ask(method: str, path: str, **sent: Any) -> httpx.Response:
-        return httpx.request(method, f"{address}{path}", headers=KEY, timeout=120, **sent)
+        return httpx.request(method, f"{address}{path}", headers=KEY, timeout=300, **sent)
 
-    with serving(folder, tmp_path / "log", **{"api-server-count": 2}) as server:
+    def put(number: int) -> None:
+        data = safetensors.torch.save({"calm": vectors[number]})
+        answer = ask("PUT", "/v1/ferrohook/vectors", content=data)
+        assert answer.is_success, answer.text
+
+    def complete(_: int) -> Answer:
+        answer = ask("POST", "/v1/completions", json=sent)
+        assert answer.is_success, answer.text
+        return Answer(answer.json()["choices"][0]["token_ids"], {})
+
+    options = {"api-server-count": 2} | ({"data-parallel-size": ranks} if ranks > 1 else {})
+    with serving(folder, tmp_path / "log", **options) as server, ThreadPoolExecutor(8) as pool:
         address = server.address
-        sent = body(Job(PROMPT)) | {"vllm_xargs": {"ferrohook": NAMED}}
-        for number in range(4):
-            vector = torch.linspace(-2, 2, WIDTH).roll(number * 7)
-            data = safetensors.torch.save({"calm": vector})
-            put = ask("PUT", "/v1/ferrohook/vectors", content=data)
-            assert put.is_success, put.text
-            job = Job(PROMPT, (Change(1, fh.Add(vector), None),))
-            for _ in range(6):
-                answer = ask("POST", "/v1/completions", json=sent)
-                assert answer.is_success, answer.text
-                job.check(model, Answer(answer.json()["choices"][0]["token_ids"], {}), NEW)
+        put(0)
+        for number in range(1, len(vectors)):
+            beside = pool.map(complete, range(6))  # on their way, with this vector or the last
+            put(number)
+            for answer in pool.map(complete, range(6)):
+                jobs[number].check(model, answer, NEW)
+            for answer in beside:
+                last_two = jobs[number - 1 : number + 1]
+                wrong = [wrong_answers(model, [job], {0: answer}, NEW) for job in last_two]
+                assert [] in wrong
         assert ask("GET", "/v1/ferrohook/vectors").json() == {"calm": [WIDTH]}
         assert ask("DELETE", "/v1/ferrohook/vectors/calm").is_success
         for _ in range(6):
