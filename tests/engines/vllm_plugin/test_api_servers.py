@@ -1,10 +1,16 @@
-"""vLLM with several API servers: a request uses its own vectors."""
+"""vLLM with two API servers, and with two ranks of data parallelism.
+
+Each request of a client comes to one of the servers by chance, and vLLM sends it to one rank.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -18,47 +24,142 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines.vllm import plugin
 from ferrohook.engines.vllm.supported import refusals
+from ferrohook.engines.wire import FIELD, HEADER, unpacked
 from support.engine_scenes import PROMPT
 from support.engines import Change, Job
 from support.serving import wrong_answers
-from support.vllm_engine import EOS, WIDTH, Answer
-from support.vllm_server import KEY, NEW, body, serving
+from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
+from support.vllm_server import KEY, NEW, body, frames_of, serving
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 NAMED = """{"version": 1, "entries": [{"type": "on", "what": "model.layers.1",
 "hook": {"type": "Add", "vector": {"tensor": "calm"}}}]}"""
+RANKS = {1: {}, 2: {"data-parallel-size": 2}}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_vectors_that_one_server_takes_are_those_of_all(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    """Replaced and dropped under load; each connection comes to one of the servers by chance."""
+class Servers(NamedTuple):
+    """Two API servers with one address."""
+
+    address: str
+    ranks: int
+
+    def ask(self, method: str, path: str, **sent: Any) -> httpx.Response:
+        """Sends a request over a connection of its own."""
+        headers = KEY | sent.pop("headers", {})
+        url = f"{self.address}{path}"
+        return httpx.request(method, url, headers=headers, timeout=300, **sent)
+
+    def finished(self) -> list[float]:
+        """Returns the requests that each rank has finished."""
+        text = self.ask("GET", "/metrics").text
+        counts = [0.0] * self.ranks
+        for rank, count in re.findall(r'request_success_total{engine="(\d)".*} (\S+)', text):
+            counts[int(rank)] += float(count)
+        return counts
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support.engines, "EOS", EOS)
-    folder, model = models["llama"]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def servers(
+    models: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Servers]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = {"api-server-count": 2, **RANKS[request.param]}
+    with serving(models["llama"][0], log, **options) as server:
+        yield Servers(server.address, request.param)
+
+
+def test_random_requests(models: Any, servers: Servers, request: pytest.FixtureRequest) -> None:
+    jobs = random_jobs(request.config.getoption("requests") or 48, seed=71)
+
+    def served(number: int) -> Answer:
+        job, streams = jobs[number], bool(number % 2)
+        answer = servers.ask("POST", "/v1/completions", json=body(job, stream=streams))
+        assert answer.is_success, answer.text
+        lines = answer.text.splitlines() if streams else [f"data: {answer.text}"]
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        acts = {}
+        if job.kept:
+            token = {HEADER: parts[0][FIELD]}
+            path = f"/v1/ferrohook/captures/{parts[0]['id']}"
+            captured = servers.ask("GET", path, headers=token)
+            assert captured.is_success, captured.text
+            acts = unpacked(captured.content).acts
+            assert servers.ask("GET", path, headers=token).status_code in {404, 422}  # once
+        choices = [choice for part in parts for choice in part["choices"]]
+        return Answer([token for each in choices for token in each["token_ids"] or ()], acts)
+
+    before = servers.finished()
+    with ThreadPoolExecutor(8) as pool:
+        answers = dict(enumerate(pool.map(served, range(len(jobs)))))
+    assert wrong_answers(models["llama"][1], jobs, answers, NEW) == []
+    ran = [now - then for now, then in zip(servers.finished(), before, strict=True)]
+    assert min(ran) > len(jobs) / 4  # on all ranks
+
+
+def test_captures_stream_from_the_rank_that_runs_the_request(models: Any, servers: Servers) -> None:
+    jobs = [Job([5 + each, *PROMPT], (), ("model.layers.2",)) for each in range(4)]
+
+    def streamed(number: int) -> Answer:
+        headers = {HEADER: f"a token that only client {number} has", "X-Request-Id": f"s{number}"}
+        path = f"/v1/ferrohook/captures/cmpl-s{number}/stream"
+        with ThreadPoolExecutor(1) as pool:
+            sent = body(jobs[number], max_tokens=100)
+            answer = pool.submit(servers.ask, "POST", "/v1/completions", json=sent, headers=headers)
+            while (found := servers.ask("GET", path, headers=headers)).status_code == 404:
+                time.sleep(0.01)  # the request is on its way, or another server has it
+        frames = [unpacked(frame).acts for frame in frames_of(found.content)]
+        rows = torch.cat([each["model.layers.2"] for each in frames if each])
+        tokens = answer.result().json()["choices"][0]["token_ids"]
+        return Answer(tokens, {"model.layers.2": rows})
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        answers = dict(enumerate(pool.map(streamed, range(len(jobs)))))
+    assert wrong_answers(models["llama"][1], jobs, answers, 100) == []
+
+
+def test_failures_come_from_all_ranks(servers: Servers) -> None:
+    plan = fh.Plan(fh.keep("model.layers.1", max_bytes=1)).to_json()
+    sent = body(Job(PROMPT), vllm_xargs={"ferrohook": plan})
+    before = servers.finished()
+    for number in range(8):
+        headers = {"X-Request-Id": f"f{number}"}
+        answer = servers.ask("POST", "/v1/completions", json=sent, headers=headers)
+        assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
+        assert "max_bytes" in answer.json()["error"]["message"]
+        token = {HEADER: answer.headers[HEADER]}
+        captured = servers.ask("GET", f"/v1/ferrohook/captures/cmpl-f{number}", headers=token)
+        assert captured.status_code == httpx.codes.UNPROCESSABLE_ENTITY
+        assert "max_bytes" in captured.text
+    ran = [now - then for now, then in zip(servers.finished(), before, strict=True)]
+    assert min(ran) > 0
+
+
+def test_vectors_are_replaced_and_dropped_under_load(models: Any, servers: Servers) -> None:
+    """A request has the vector that its name meant at some time before its answer."""
+    _, model = models["llama"]
     vectors = [torch.linspace(-2, 2, WIDTH).roll(7 * number) for number in range(6)]
     jobs = [Job(PROMPT, (Change(1, fh.Add(vector), None),)) for vector in vectors]
-    sent = body(Job(PROMPT)) | {"vllm_xargs": {"ferrohook": NAMED}}
-
-    def ask(method: str, path: str, **sent: Any) -> httpx.Response:
-        return httpx.request(method, f"{address}{path}", headers=KEY, timeout=300, **sent)
+    sent = body(Job(PROMPT), vllm_xargs={"ferrohook": NAMED})
 
     def put(number: int) -> None:
         data = safetensors.torch.save({"calm": vectors[number]})
-        answer = ask("PUT", "/v1/ferrohook/vectors", content=data)
+        answer = servers.ask("PUT", "/v1/ferrohook/vectors", content=data)
         assert answer.is_success, answer.text
 
     def complete(_: int) -> Answer:
-        answer = ask("POST", "/v1/completions", json=sent)
+        answer = servers.ask("POST", "/v1/completions", json=sent)
         assert answer.is_success, answer.text
         return Answer(answer.json()["choices"][0]["token_ids"], {})
 
-    options = {"api-server-count": 2} | ({"data-parallel-size": ranks} if ranks > 1 else {})
-    with serving(folder, tmp_path / "log", **options) as server, ThreadPoolExecutor(8) as pool:
-        address = server.address
-        put(0)
+    put(0)
+    with ThreadPoolExecutor(8) as pool:
         for number in range(1, len(vectors)):
             beside = pool.map(complete, range(6))  # on their way, with this vector or the last
             put(number)
@@ -68,16 +169,12 @@ def test_vectors_that_one_server_takes_are_those_of_all(
                 last_two = jobs[number - 1 : number + 1]
                 wrong = [wrong_answers(model, [job], {0: answer}, NEW) for job in last_two]
                 assert [] in wrong
-        assert ask("GET", "/v1/ferrohook/vectors").json() == {"calm": [WIDTH]}
-        assert ask("DELETE", "/v1/ferrohook/vectors/calm").is_success
-        for _ in range(6):
-            answer = ask("POST", "/v1/completions", json=sent)
-            assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
-            assert "no vector 'calm' was uploaded" in answer.text
-        kept = fh.Plan(fh.keep("model.norm")).to_json()
-        answer = ask("POST", "/v1/completions", json=sent | {"vllm_xargs": {"ferrohook": kept}})
-        assert answer.status_code == httpx.codes.BAD_REQUEST
-        assert "captures with several API servers is refused" in answer.text
+    assert servers.ask("GET", "/v1/ferrohook/vectors").json() == {"calm": [WIDTH]}
+    assert servers.ask("DELETE", "/v1/ferrohook/vectors/calm").is_success
+    for _ in range(6):
+        answer = servers.ask("POST", "/v1/completions", json=sent)
+        assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
+        assert "no vector 'calm' was uploaded" in answer.text
 
 
 def test_data_parallelism_with_a_load_balancer_of_others_is_refused(models: Any) -> None:

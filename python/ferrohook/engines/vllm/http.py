@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,7 +99,7 @@ class VLLMRoutes(EngineRoutes):
             index: of the prompt, where the request had several.
         """
         front_end = await self._front_end()
-        ticket = _ticket(front_end, request, response_id, index)
+        ticket = await self._ticket(front_end, request, response_id, index)
         if ticket.tokens is None:
             raise HTTPException(409, "the request is not finished, or was cancelled")
         data = await self._take(front_end, ticket)
@@ -114,7 +115,7 @@ class VLLMRoutes(EngineRoutes):
         missing. Rows that were streamed are not kept. The token as in `captures`.
         """
         front_end = await self._front_end()
-        ticket = _ticket(front_end, request, response_id, index)
+        ticket = await self._ticket(front_end, request, response_id, index)
         return StreamingResponse(self._frames(front_end, ticket), media_type=_BINARY)
 
     async def _frames(self, front_end: FrontEnd, ticket: CapturingRequest) -> AsyncIterator[bytes]:
@@ -136,6 +137,34 @@ class VLLMRoutes(EngineRoutes):
         except Exception as error:  # noqa: BLE001 (the status is sent: the reason goes into a frame)
             data = packed({}, {}, error=str(error) or repr(error))
         yield _framed(data) + bytes(8)
+
+    async def _ticket(
+        self, front_end: FrontEnd, request: Request, response_id: str, index: int
+    ) -> CapturingRequest:
+        """Returns the ticket of a response, to a client with its token."""
+        token = request.headers.get(HEADER)
+        by_id = front_end.options.captures_by_id
+        if token is None and not by_id:
+            raise HTTPException(403, f"captures take the header {HEADER} of the answer")
+
+        def may(ticket: CapturingRequest) -> bool:
+            if by_id:
+                return True
+            secret = (ticket.token or secrets.token_urlsafe()).encode()
+            return hmac.compare_digest(secret, str(token).encode())
+
+        for request_id in (response_id, f"{response_id}-{index}"):
+            if front_end.servers > 1:
+                data, *_ = await call_async(self._engine, "tickets", request_id)
+                front_end.adopt(json.loads(data))
+            try:
+                return front_end.find(request_id, may)
+            except KeyError:
+                continue
+            except ValueError as error:
+                raise HTTPException(409, str(error)) from error
+        msg = f"no request {response_id!r} captures, or its captures were fetched"
+        raise HTTPException(404, msg)
 
     async def _take(self, front_end: FrontEnd, ticket: CapturingRequest, since: int = 0) -> bytes:
         front_end.forget(ticket)
@@ -163,31 +192,6 @@ class VLLMRoutes(EngineRoutes):
 
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
-
-
-def _ticket(
-    front_end: FrontEnd, request: Request, response_id: str, index: int
-) -> CapturingRequest:
-    """Returns the ticket of a response, to who has its token."""
-    token = request.headers.get(HEADER)
-    by_id = front_end.options.captures_by_id
-    if token is None and not by_id:
-        raise HTTPException(403, f"captures take the header {HEADER} of the answer")
-
-    def may(ticket: CapturingRequest) -> bool:
-        if by_id:
-            return True
-        secret = (ticket.token or secrets.token_urlsafe()).encode()
-        return hmac.compare_digest(secret, str(token).encode())
-
-    for request_id in (response_id, f"{response_id}-{index}"):
-        try:
-            return front_end.find(request_id, may)
-        except KeyError:
-            continue
-        except ValueError as error:
-            raise HTTPException(409, str(error)) from error
-    raise HTTPException(404, f"no request {response_id!r} captures, or its captures were fetched")
 
 
 class _TokenHeader:

@@ -16,6 +16,7 @@ import functools
 import importlib
 import json
 import logging
+import re
 import secrets
 import weakref
 from collections.abc import AsyncGenerator, Callable
@@ -45,6 +46,8 @@ _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionar
 _PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
 _WORKER: Final = "v1.worker.worker_base.WorkerWrapperBase.init_device"
 _OUTPUTS: Final = "v1.engine.output_processor.OutputProcessor"
+_ENDS: Final = re.compile(r'"finish_reason": ?"|"error":|^data: \[DONE\]')
+"""In the event of a stream after which captures may be fetched; text has its quotes escaped."""
 _OPENAI: Final = "entrypoints.openai"
 _SERVED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Routes whose plans come to the engine."""
@@ -306,14 +309,26 @@ async def _answering(
         raise BadPlanError(msg)
     request.vllm_xargs = {**xargs, FIELD: token}
     raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header
-    answer = await original(self, request, raw_request, *args)
+    try:
+        answer = await original(self, request, raw_request, *args)
+    finally:
+        await _share(self.engine_client, token)
     if isinstance(answer, AsyncGenerator):
-        return _announced(answer, token)
+        return _announced(answer, token, self.engine_client)
     setattr(answer, FIELD, token)
     return answer
 
 
-async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIterator[str]:
+async def _share(engine: Any, token: str) -> None:
+    """Has other API servers find the captures of an answer's finished requests."""
+    front_end = _front_ends.get(engine.input_processor)
+    if front_end is not None and front_end.servers > 1 and (ended := front_end.ended(token)):
+        await call_async(engine, "note", ended)
+
+
+async def _announced(
+    events: AsyncGenerator[str, None], token: str, engine: Any
+) -> AsyncIterator[str]:
     """Yields the events of an answer, the first one with the token."""
     announced = False
     async with contextlib.aclosing(events):
@@ -322,6 +337,8 @@ async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIter
                 announced = True
                 data, end, rest = event.removeprefix("data: ").partition("\n")
                 event = f"data: {json.dumps(json.loads(data) | {FIELD: token})}{end}{rest}"  # noqa: PLW2901 (the same, with a field)
+            if _ENDS.search(event):
+                await _share(engine, token)
             yield event
 
 

@@ -150,8 +150,6 @@ class FrontEnd:
         if read.captures:
             if params.n > 1:
                 refuse("n > 1 with captures")
-            if self.servers > 1:
-                refuse("captures with several API servers")
             self._admission.check_captures(read.plan, prompt, params.max_tokens)
             # Positions that a cache has are run again, where they are wanted.
             if read.reaches_back:
@@ -218,6 +216,18 @@ class FrontEnd:
             if (ticket := self._running.pop(engine_id, None)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
+
+    def ended(self, token: str) -> list[dict[str, Any]]:
+        """Returns the tickets of an answer's finished requests, for other API servers."""
+        with self._lock:
+            found = [it for it in self._by_key.values() if it.token == token]
+        return [dataclasses.asdict(it) for it in found if it.tokens is not None]
+
+    def adopt(self, tickets: list[dict[str, Any]]) -> None:
+        """Takes over tickets of other API servers."""
+        for each in tickets:
+            if each["key"] not in self._by_key:
+                self._issue(CapturingRequest(**each))
 
     def take_cancelled(self) -> list[str]:
         """Returns the keys of captures that were abandoned, for the workers, once."""

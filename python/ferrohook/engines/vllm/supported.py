@@ -46,8 +46,6 @@ CAPABILITIES: Final = Capabilities(
         "n > 1 with captures": "the children have one id: send n requests",
         "beam search": "vLLM drops extra_args on the way to the beams",
         "streamed inputs": "the length of the prompt is not settled",
-        "captures with several API servers": "the server that is asked need not be the one: start "
-        "with --api-server-count 1",
     },
 )
 """See `ferrohook.engines.capabilities`."""

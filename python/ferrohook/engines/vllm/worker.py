@@ -89,6 +89,8 @@ class RunnerWorker(EngineWorker):
         """Requests whose captures wait for their client."""
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._tickets: dict[str, dict[str, Any]] = {}
+        """Tickets of finished requests, by key, where there are several API servers."""
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
 
@@ -308,6 +310,18 @@ class RunnerWorker(EngineWorker):
         found = {it: self._vectors[it] for it in self._names.values() if it not in {*known}}
         return safetensors.torch.save(found, {"names": json.dumps(self._names)})
 
+    def note(self, tickets: list[dict[str, Any]]) -> bytes:
+        """Notes the tickets of finished requests, for the other API servers."""
+        self._tickets |= {each["key"]: each for each in tickets}
+        while len(self._tickets) > _MOST_DROPPED:
+            del self._tickets[next(iter(self._tickets))]
+        return b""
+
+    def tickets(self, request_id: str) -> bytes:
+        """Returns the tickets that were noted of a client's request."""
+        found = [it for it in self._tickets.values() if it["request_id"] == request_id]
+        return json.dumps(found).encode()
+
     def state(self) -> bytes:
         """Returns numbers of requests and captures, for tests and metrics."""
         numbers = {
@@ -342,6 +356,7 @@ class RunnerWorker(EngineWorker):
                 # The runner may run it once more, and others read what that writes: its plan stays.
                 found.taken = True
             self._discard(key)
+            self._tickets.pop(key, None)
         return b""
 
     def read_so_far(self, key: str, tokens: int, since: int) -> bytes:
