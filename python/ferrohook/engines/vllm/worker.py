@@ -217,7 +217,7 @@ class RunnerWorker(EngineWorker):
             raise HookError(msg)
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
-        self._discard(payload["key"])
+        self._forget(payload["key"])
 
     def _read(self, payload: Mapping[str, Any]) -> Plan:
         missing = [it for it in payload["vectors"].values() if it not in self._vectors]
@@ -247,7 +247,7 @@ class RunnerWorker(EngineWorker):
             if len(self._dropped) > _MOST_DROPPED:
                 self._dropped.popitem(last=False)
 
-    def _discard(self, key: str) -> None:
+    def _forget(self, key: str) -> None:
         finished = self._finished.pop(key, None)
         if finished is not None:
             self._finished_bytes -= finished.capture_bytes
@@ -355,7 +355,7 @@ class RunnerWorker(EngineWorker):
             if (found := self._captured(key)) is not None:
                 # The runner may run it once more, and others read what that writes: its plan stays.
                 found.taken = True
-            self._discard(key)
+            self._forget(key)
             self._tickets.pop(key, None)
         return b""
 
