@@ -55,9 +55,16 @@ async def ask_description(manager: Any) -> dict[str, Any]:
 
 def generating(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `TokenizerManager.generate_request`."""
-    if _has_plan(getattr(obj, "sampling_params", None)):
+    params = getattr(obj, "sampling_params", None)
+    if any(NAME in _custom(each) for each in (params if isinstance(params, list) else [params])):
         return _serving(original, manager, obj, *args, **kwargs)
     return original(manager, obj, *args, **kwargs)
+
+
+def _custom(params: Any) -> dict[str, Any]:
+    """Returns the `custom_params` of the sampling parameters of one request, empty without."""
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    return custom if isinstance(custom, dict) else {}
 
 
 async def _serving(
@@ -69,10 +76,12 @@ async def _serving(
         ValueError: its plan names a vector that was not uploaded.
     """
     if vectors := _vectors.get(manager):
-        several = isinstance(obj.sampling_params, list)
-        found = obj.sampling_params if several else [obj.sampling_params]
-        taken = [await _with_vectors(each, vectors) for each in found]
-        obj.sampling_params = taken if several else taken[0]
+        params = obj.sampling_params
+        obj.sampling_params = (
+            [await _with_vectors(each, vectors) for each in params]
+            if isinstance(params, list)
+            else await _with_vectors(params, vectors)
+        )
     obj.ferrohook_captures = {}
     outputs = original(manager, obj, *args, **kwargs)
     async with contextlib.aclosing(outputs):
@@ -129,8 +138,8 @@ async def streaming(
 
 async def _with_vectors(params: Any, vectors: Vectors) -> Any:
     """Returns the parameters of a request with the vectors that its plan names."""
-    custom: Any = params.get("custom_params") if isinstance(params, dict) else None
-    text = custom.get(NAME) if isinstance(custom, dict) else None
+    custom = _custom(params)
+    text = custom.get(NAME)
     if not isinstance(text, str) or '"tensor"' not in text:
         return params
 
@@ -149,12 +158,3 @@ async def _with_vectors(params: Any, vectors: Vectors) -> Any:
 
     data = await asyncio.to_thread(read) if len(text) > _LARGE else read()
     return {**params, "custom_params": {**custom, VECTORS: data}}
-
-
-def _has_plan(params: Any) -> bool:
-    """True if the sampling parameters of a request, or of one of several, have a plan."""
-    for each in params if isinstance(params, list) else [params]:
-        custom = each.get("custom_params") if isinstance(each, dict) else None
-        if isinstance(custom, dict) and NAME in custom:
-            return True
-    return False

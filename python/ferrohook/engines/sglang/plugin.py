@@ -2,7 +2,7 @@
 
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
 were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
-`abort_request`, `process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
+`process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
 `ForwardBatch.init_new`, `ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the
 front end: `TokenizerManager.__init__`, `generate_request` and `update_request_meta_info`, and of
 the OpenAI routes the methods that build an answer or a stream.
@@ -34,7 +34,6 @@ def register() -> None:
     _register(
         ("managers.scheduler.Scheduler.__init__", _made, "AFTER"),
         ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, "AROUND"),
-        ("managers.scheduler.Scheduler.abort_request", _aborting, "AROUND"),
         ("managers.scheduler.Scheduler.process_batch_result", _processing, "BEFORE"),
         ("managers.scheduler.Scheduler.get_internal_state", _describing, "AFTER"),
         ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
@@ -70,28 +69,15 @@ def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any
     worker = _workers[scheduler]
     try:
         worker.take_request(req)
-    except ValueError as error:
-        worker.reject(req, str(error))
+    except Exception as error:  # noqa: BLE001 (the scheduler would end, and all requests with it)
+        worker.reject(req, error)
         return None
     return original(scheduler, req, *args, **kwargs)
 
 
-def _aborting(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    worker = _workers[scheduler]
-    before: set[str] = set()
-    with worker.failing():
-        before = worker.names(scheduler.waiting_queue)
-    result = original(scheduler, *args, **kwargs)
-    # They come to no step and to no answer any more.
-    with worker.failing():
-        for name in before - worker.names(scheduler.waiting_queue):
-            worker.retire(name)
-    return result
-
-
 def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     worker = _workers[scheduler]
-    if worker.busy:
+    if worker.requests:
         worker.end_failed(batch.reqs)
 
 
@@ -115,7 +101,7 @@ def _batched(forward_batch: Any, _class: type, batch: Any, *_args: Any, **_kwarg
 
 def _forwarding(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     worker = _workers.get(runner)
-    if worker is None or not worker.busy:
+    if worker is None or not worker.requests:
         return original(runner, forward_batch, *args, **kwargs)
     with worker.forward(forward_batch):
         return original(runner, forward_batch, *args, **kwargs)
@@ -123,7 +109,7 @@ def _forwarding(original: Any, runner: Any, forward_batch: Any, *args: Any, **kw
 
 def _answering(_streamer: Any, reqs: Any, *_args: Any, **_kwargs: Any) -> None:
     for worker in {*_workers.values()}:
-        if worker.busy:
+        if worker.requests:
             worker.answer(reqs)
 
 

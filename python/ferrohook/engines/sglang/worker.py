@@ -68,11 +68,6 @@ class SchedulerWorker(EngineWorker):
         self._slots: Any = None
         """Slots of the keys and values of the running step's rows."""
 
-    @property
-    def busy(self) -> bool:
-        """True if a request has a plan."""
-        return bool(self.requests)
-
     # --- the model ---------------------------------------------------------------------------
 
     def load(self) -> None:
@@ -219,33 +214,20 @@ class SchedulerWorker(EngineWorker):
         """Opens the plan of a request that comes into the queue, if it has one.
 
         Raises:
-            ValueError: the plan is bad or refused, or the request has a salt of ours.
+            HookError, ValueError: the plan is bad or refused, or the request has a salt of ours.
         """
         if hasattr(req, "ferrohook"):  # it was retracted
             return
         req.ferrohook = None
         params = getattr(req.sampling_params, "custom_params", None)
         custom = params if isinstance(params, dict) else {}
-        has_plan = custom.get(NAME) is not None
-        if req.to_finish is not None or not (has_plan or req.cache_salt):
-            return
-        try:
+        if req.to_finish is None:
             check_salt(req.cache_salt)
-            if has_plan:
+            if custom.get(NAME) is not None:
                 self._open(req, custom[NAME], custom.get(VECTORS, ""))
-        except ValueError:
-            raise
-        except HookError as error:
-            raise ValueError(str(error)) from error
-        except Exception as error:
-            # The scheduler, and all requests with it, would end by it.
-            _LOG.exception("ferrohook: request %s", req.rid)
-            msg = f"the plan could not be read: {type(error).__name__}: {error}"
-            raise ValueError(msg) from error
 
     def _open(self, req: Any, value: Any, vectors: Any) -> None:
-        if self.served is None:
-            raise ValueError(self.refusal)
+        self.loaded_model()
         for feature, is_used in (
             ("beam search", req.beam_group is not None),
             ("sessions", req.session is not None),
@@ -270,17 +252,16 @@ class SchedulerWorker(EngineWorker):
         if salt is not None:
             req.cache_salt = salt
 
-    def reject(self, req: Any, reason: str) -> None:
+    def reject(self, req: Any, error: Exception) -> None:
         """Ends a request that is not in the queue yet, with a status of 400."""
-        scheduler = self._scheduler
+        scheduler, reason = self._scheduler, str(error)
+        if not isinstance(error, HookError | ValueError):
+            _LOG.error("ferrohook: request %s", req.rid, exc_info=error)
+            reason = f"the plan could not be read: {type(error).__name__}: {error}"
         if req.beam_group is not None:
             scheduler.beam_coordinator.retire_group(req)
         req.to_finish, req.finished_reason = None, _abort(reason, HTTPStatus.BAD_REQUEST)
         scheduler.output_streamer.stream_output([req], req.return_logprob)
-
-    def names(self, reqs: Iterable[Any]) -> set[str]:
-        """Returns the names of the plans of requests."""
-        return {req.ferrohook for req in reqs} & self.requests.keys()
 
     # --- steps -------------------------------------------------------------------------------
 
