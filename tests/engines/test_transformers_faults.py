@@ -18,7 +18,7 @@ from support.faults import NOWHERE, FaultError, Injector
 NEW, WAIT, PARTS = 4, 60, 4
 UNGUARDED = {
     *("replaced", "_failing_in_step", "running", "failing", "guarded"),
-    *("_complete", "state", "_captured", "_give", "_end_failed"),
+    *("_complete", "state", "_give", "_end_failed"),
 }
 STEERED = Job([5, 6, 7, 8], (Change(1, fh.Add(torch.ones(WIDTH)), "generated"),), ("model.norm",))
 KEPT = Job([9, 10, 11], kept=("model.layers.0",))

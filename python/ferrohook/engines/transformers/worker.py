@@ -334,18 +334,17 @@ class ManagerWorker(EngineWorker):
         own = state = states.get(name)
         if own is None and request.parent is not None:
             state = states.get(request.parent.name)
-        output = GenerationOutput(name) if state is None else state.to_generation_output()
+        output: Any = GenerationOutput(name) if state is None else state.to_generation_output()
         output.request_id = name
-        acts, error = _captured(request)
-        _give(output, acts, error)
+        _give(output, request)
         type(manager.output_router).deliver(manager.output_router, output)
         if manager.batch_processor is not None:  # before the next step is scheduled
             manager.batch_processor.scheduler.set_request_cancellation(name)
         manager.cancel_request(name)  # it may not have come so far
         if own is not None:
             for child in _children(name, own.num_children):
-                if (fork := self.requests.get(child)) is not None and error is not None:
-                    self.fail(fork, error)
+                if (fork := self.requests.get(child)) is not None:
+                    self.fail(fork, output.hook_error)
             if self._asynchronous:
                 own._status = RequestStatus.FINISHED  # its row in flight is skipped
 
@@ -365,36 +364,29 @@ class ManagerWorker(EngineWorker):
         request = self.requests.get(output.request_id)
         if request is not None and request.state == "ended":
             return False
-        acts: Mapping[str, Any] = {}
-        error: BaseException | None = None
+        ended = end = None
         if request is not None and output.is_finished():
-            end = None
+            ended = self.requests.pop(request.name)
             if self._asynchronous:
                 # The last token does not count: it runs if the next step was prepared before.
                 end = len(output.prompt_ids) + len(output.generated_tokens) - 1
-            del self.requests[request.name]
-            acts, error = _captured(request, end)
-        _give(output, acts, error)
+        _give(output, ended, end)
         return True
 
 
-def _captured(
-    request: EngineRequest, end: int | None = None
-) -> tuple[Mapping[str, Any], BaseException | None]:
-    """Closes a request; returns its activations before a position, and its failure."""
+def _give(output: Any, request: EngineRequest | None, end: int | None = None) -> None:
+    """Closes a request that ends; adds its activations before a position and its failure."""
+    output.acts, output.hook_error = {}, None
+    if request is None:
+        return
     try:
         request.close()
-        return request.result(end)[:2]
+        output.acts, output.hook_error, _ = request.result(end)
     except Exception as fault:  # noqa: BLE001 (the request's failure: the engine goes on)
-        return {}, request.error or fault
-
-
-def _give(output: Any, acts: Mapping[str, Any], error: BaseException | None) -> None:
-    """Adds activations and failure to an output."""
-    output.acts, output.hook_error = acts, error
-    if error is not None:
+        output.hook_error = request.error or fault
+    if output.hook_error is not None:
         output.status = RequestStatus.FAILED
-        output.error = f"{type(error).__name__}: {error}"
+        output.error = f"{type(output.hook_error).__name__}: {output.hook_error}"
 
 
 def _children(request_id: str, number: int) -> list[str]:
