@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic_core import to_json
 
 import ferrohook as fh
-from ferrohook.effects.interventions import INTERVENTIONS
+from ferrohook.effects.interventions import KINDS
 from ferrohook.service import BatcherClosedError, BatcherMetrics, ModelMetrics, deadline, list_hooks
 
 from .encoder import MAX_TOKENS, UNUSED, RefusedError, ignore
@@ -243,7 +243,7 @@ def checking(service: Service) -> APIRouter:
         return Capabilities(
             ferrohook=fh.__version__,
             model=type(service.encoder.model).__name__,
-            interventions=sorted(INTERVENTIONS),
+            interventions=sorted(KINDS),
             refused_options=sorted(UNUSED),
             reductions=list(get_args(Reduction)),
             max_tokens=MAX_TOKENS,

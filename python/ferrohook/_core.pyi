@@ -496,12 +496,12 @@ class GpuVector:
 class InterventionBase(NativeHook):
     def __new__(
         cls,
-        operation: str,
-        numbers: tuple[float | None, ...],
+        formula: Callable[..., Any],  # takes and returns a tensor
+        numbers: tuple[float, ...],
         part: int | str | None,
-        width: int | None,
         vector: Any,  # a tensor or None
-        *_others: object,
+        broadcasts: bool,
+        adds: bool,
     ) -> Self: ...
     def apply(self, value: Any) -> Any: ...  # the value's type
 

@@ -27,7 +27,8 @@ from ferrohook._core import HookedBase, record
 from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.backward import UNTRACED, BackwardPass
 from ferrohook.attach.dynamo import patch_dynamo
-from ferrohook.effects.formulas import change, change_part, part_of, prepared_vector
+from ferrohook.effects.intervention import EXACT, check_dtypes
+from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookTypeError
 from ferrohook.util.never_trace import after_dynamo_import, never_trace_frame
 from ferrohook.util.tensors import parts
@@ -195,18 +196,35 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
 
 def _intervene(row: tuple[Any, ...], value: Any) -> Any:
     """Applies an intervention; its vector and numbers are inputs of the graph."""
-    kind, part, vector, on_gpus, *numbers = row
+    cls, part, vector, on_gpus, scales, numbers = row
 
     def changed(x: torch.Tensor) -> torch.Tensor:
-        if vector is None:
-            prepared = None
-        elif on_gpus is not None and x.is_cuda:
-            prepared = on_gpus[x.device.index].tensor
-        else:
-            prepared = prepared_vector(kind, vector, numbers[0] if kind == "add" else None)
-        return change(kind, x, prepared, numbers)
+        if x.is_nested:  # in the layout `jagged`: no graph has others
+            nested: Any = x
+            dense = changed(nested.values())
+            return torch.nested.nested_tensor_from_jagged(dense, nested.offsets(), nested.lengths())
+        operands = []
+        if cls.fields:
+            check_dtypes(cls, x.dtype, vector)
+        if vector is not None:
+            if on_gpus is not None and x.is_cuda:
+                prepared = on_gpus[x.device.index].tensor
+            else:
+                prepared = cls.prepare(vector, *scales)
+            prepared = prepared.to(x.device, x.dtype)
+            rows = cls.broadcasts and prepared.dim() > 1
+            operands.append(prepared.expand_as(x) if rows else prepared)
+        operands += numbers if x.is_cpu else [_on_device_of(x, number) for number in numbers]
+        result: torch.Tensor = cls.formula(x, *operands)
+        return result
 
-    return change_part(kind, value, part, changed)
+    return change_part(value, part, changed, adds=cls.adds)
+
+
+def _on_device_of(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    # A sum takes a number of the host on any device, without a copy.
+    exact = torch.float64 if x.dtype in EXACT else torch.float32
+    return torch.zeros((), dtype=exact, device=x.device) + number.to(exact)
 
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:

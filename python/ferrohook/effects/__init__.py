@@ -1,1 +1,1 @@
-"""Effects: interventions with their formulas, and typed hooks."""
+"""Effects: interventions, a class with a formula each, parts of values, and typed hooks."""

@@ -15,7 +15,7 @@ from ferrohook.plans.needs import CHANGES, BackEnd
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from ferrohook.effects.interventions import Intervention
+    from ferrohook.effects.intervention import Intervention
     from ferrohook.engines.model.modules import ModuleTable
 
 _CROSSING: Final = {
@@ -28,7 +28,11 @@ _CROSSING: Final = {
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 _EAGER: Final = BackEnd(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
-_COMPILED: Final = BackEnd(_KEPT | {"add"}, _CROSSING)
+_COMPILED: Final = BackEnd(
+    _KEPT | {"add"},
+    _CROSSING
+    | {"change": "a compiled model adds vectors of its tables, and makes no other change"},
+)
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:

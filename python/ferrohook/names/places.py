@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ferrohook._core import NativeHook, TypedHook
-from ferrohook.effects.formulas import change_part, part_of
-from ferrohook.effects.interventions import Add, Clamp, Intervention, Replace
+from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
@@ -150,27 +150,10 @@ def _read_only(place: Place) -> str:
 
 def _intervention_at(place: Place, hook: Intervention) -> Any:
     """Returns the native form of an intervention; None if there is none."""
-    scaled = _scaled(hook, place.multiplier)
     if place.by_keyword or place.head is not None:
         return None
-    return type(scaled)(*scaled.values, output_index=place.part)
-
-
-def _scaled(hook: Intervention, multiplier: float) -> Intervention:
-    """Returns the intervention on a tensor that a quantity is a multiple of."""
-    if multiplier == 1:
-        return hook
-    if isinstance(hook, Add):
-        vector, scale = hook.values
-        return Add(vector, scale / multiplier)
-    if isinstance(hook, Replace):
-        return Replace(hook.values[0] / multiplier)
-    if isinstance(hook, Clamp):
-        direction, *bounds = hook.values
-        scaled = [None if each is None else each / multiplier for each in bounds]
-        low, high = scaled if multiplier > 0 else reversed(scaled)
-        return Clamp(direction, low, high)
-    return hook  # Scale, Ablate and Zero do the same to any multiple
+    scaled = hook if place.multiplier == 1 else hook.on_multiple(place.multiplier)
+    return None if scaled is None else type(scaled)(*scaled.values, output_index=place.part)
 
 
 class Written:
@@ -239,7 +222,7 @@ class Written:
         new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
             new = place.head.replaced(tensor, new.to(tensor.dtype))
-        return change_part("replace", value, place.part, lambda _tensor: new)
+        return change_part(value, place.part, lambda _tensor: new)
 
     def _check(self, new: Any, tensor: Tensor) -> None:
         if not self._place.writable:

@@ -11,7 +11,7 @@ import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import options_of
-from ferrohook.effects.interventions import Intervention
+from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
 from ferrohook.util.arguments import check_encodes, expect

@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.effects.interventions import INTERVENTIONS
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ferrohook.names.places import Place
     from ferrohook.plans.entries import PlanEntry
 
-CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())
+CHANGES: Final = frozenset({"add", "change"})
+"""Of interventions: one that adds its vector, and any other."""
 _HOOKS: Final = {"inputs", "native detector", "not finite", "python", "table", "trained"}
 _OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"}
 _OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
 NEEDS: Final = CHANGES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
-"""Every feature that an entry can need: option names, kinds of interventions, and features that
+"""Every feature that an entry can need: option names, changes of interventions, and features that
 follow from an option's value. A slice that does not keep all rows in place needs `cut rows`."""
 
 

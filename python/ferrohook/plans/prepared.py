@@ -29,7 +29,7 @@ from ferrohook.captures.cache import ActivationCache, cache_of
 from ferrohook.captures.captured import not_captured
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import PlaceInPlan, Recorders, options_of
-from ferrohook.effects.interventions import Intervention
+from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table

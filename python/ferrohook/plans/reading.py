@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.effects.interventions import INTERVENTIONS
+from ferrohook.effects.interventions import KINDS
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.util.arguments import check_encodes, describe, expect
@@ -185,12 +185,12 @@ class _Reader:
             return on(**own) if kind == "on" else keep(**own)
 
     def _hook(self, value: Any, path: str) -> Any:
-        cls = INTERVENTIONS[_type(value, path, INTERVENTIONS)]
+        cls = KINDS[_type(value, path, KINDS)]
         own = {"type", "output_index", *cls.fields}
         fields = dict(_fields(value, path, own, set()))
         del fields["type"]
         for name, it in fields.items():
-            if name in {"vector", "direction", "value"}:
+            if name == cls.vector_field:
                 fields[name] = self._tensor(it, f"{path}.{name}")
             elif name == "output_index":
                 fields[name] = _part(it, f"{path}.{name}")

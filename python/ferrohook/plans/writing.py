@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ferrohook.effects.interventions import INTERVENTIONS
+from ferrohook.effects.interventions import KINDS
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.util.arguments import describe
@@ -50,7 +50,7 @@ def _entry(entry: HookEntry | KeepEntry, path: str) -> dict[str, Any]:
 
 def _hook(hook: Any, path: str) -> dict[str, Any]:
     cls = type(hook)
-    if INTERVENTIONS.get(cls.__name__) is not cls:
+    if KINDS.get(cls.__name__) is not cls:
         name = getattr(hook, "__qualname__", None) or describe(hook)
         msg = f"{path}: {name} is no intervention, and JSON has no Python functions or objects"
         raise HookTypeError(msg)

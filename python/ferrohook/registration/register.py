@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.effects.interventions import Intervention
+    from ferrohook.effects.intervention import Intervention
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
 

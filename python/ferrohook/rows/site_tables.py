@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
 from ferrohook.attach.instrument import attach
-from ferrohook.effects.formulas import change_part, part_of
+from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.names.select import select
 from ferrohook.plans import Prepared, Request
@@ -46,6 +46,7 @@ BACK_END: Final = BackEnd(
         | {"calls", "copy", "cut rows", "device", "dtype", "max_bytes", "slice"}
     ),
     {
+        "change": "sites add vectors, and make no other change",
         "inputs": "sites are behind modules: they have no inputs",
         "python": "sites run no Python",
         "table": "sites add vectors of one dimension",
@@ -203,7 +204,7 @@ class Sites(SitesBase):
             return cast("Tensor", steer(x, table, index, dim))
 
         def hook(_module: nn.Module, _args: object, output: Any) -> Any:
-            output = change_part("add", output, part, changed)
+            output = change_part(output, part, changed, adds=True)
             tap(part_of(output, part).detach(), kept, calls, places, dim)
             return output
 

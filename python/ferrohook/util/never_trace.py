@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,19 @@ def never_trace_frame(function: Callable[..., Any], reason: str) -> None:
         vars(function)["_torchdynamo_disable_msg"] = reason  # as `disable` with a reason sets it
 
     after_dynamo_import(skip)
+
+
+def untraced_copy(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """Returns a copy of a function that is excluded from tracing; the function itself is not."""
+    copy = FunctionType(
+        function.__code__.replace(),  # Dynamo excludes the code
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    never_trace_frame(copy, reason)
+    return copy
 
 
 def after_dynamo_import(callback: Callable[[], object]) -> None:

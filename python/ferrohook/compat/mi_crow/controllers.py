@@ -19,7 +19,7 @@ from ferrohook.compat.mi_crow.tensors import (
     fit,
     put_first,
 )
-from ferrohook.effects.interventions import Intervention
+from ferrohook.effects.intervention import Intervention
 from ferrohook.util.arguments import expect, expect_callable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ferrohook.attach.instrument import attach
 from ferrohook.compat.mi_crow.controllers import Controller, InterventionController
 from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
-from ferrohook.effects.interventions import Intervention
+from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.names.select import refuse_container
 from ferrohook.util.arguments import describe, expect_module

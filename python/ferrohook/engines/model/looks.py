@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ferrohook.effects.formulas import SUM
+from ferrohook.effects.parts import SUM
 from ferrohook.engines.model.modules import OBSERVED_IDS, NamedTensors, dim_of_rows
 from ferrohook.errors import HookError
 from ferrohook.names.spelling import SIGN, kind_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from ferrohook.effects.formulas import SUM
+from ferrohook.effects.parts import SUM
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.attach.attention import is_point
-from ferrohook.effects.formulas import part_of
-from ferrohook.effects.interventions import Intervention
+from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.parts import part_of
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import parts, rebuilt, tensors_in
@@ -225,7 +225,7 @@ def _check_vector(hook: Intervention, where: str, value: Any, dim: int) -> None:
         raise ValueError(msg)
     check_width(hook, where, value.shape[-1])
     vector = hook.vector
-    if vector is None:
+    if vector is None or not hook.broadcasts:
         return
     # A number of rows that no vector has by chance.
     shape = (*value.shape[:dim], vector.numel() + 1, *value.shape[dim + 1 :])

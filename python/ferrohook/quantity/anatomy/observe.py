@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook.effects.formulas import SUM
+from ferrohook.effects.parts import SUM
 from ferrohook.util.tensors import parts
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ferrohook.effects.formulas import SUM
+from ferrohook.effects.parts import SUM
 from ferrohook.quantity.anatomy.observe import Hidden, ObservedTensor
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::cpython::invoke;
 use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::rows::mask::Mask;
@@ -20,22 +21,6 @@ use crate::torch::facts::Facts;
 use crate::torch::made::StreamOrder;
 use crate::torch::nested::{is_nested, map_dense};
 use crate::torch::tensors::{last_step, part_of, summed, with_part};
-
-/// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
-    /// `x + v`
-    Add,
-    /// `x * factor`
-    Scale,
-    /// `x - (x · d) d`, with the inner product of complex vectors
-    Ablate,
-    /// `x + (clamp(x · d) - x · d) d`, of real numbers
-    Clamp,
-    /// `v`, in the shape of `x`
-    Replace,
-    Zero,
-}
 
 /// Tensors with a row for each of some interventions, as tensors of one dtype and device take them.
 pub struct Table {
@@ -48,16 +33,23 @@ pub struct Table {
 }
 
 /// Base of interventions.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "independent facts, three of them of the vector"
+)]
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct InterventionBase {
-    pub operation: Operation,
-    /// `factor`, or `low` and `high`.
-    numbers: Py<PyTuple>,
+    /// Returns a tensor, changed, called with it, the vector and the numbers.
+    formula: Py<PyAny>,
+    /// Numbers that the formula takes.
+    pub numbers: Py<PyTuple>,
+    /// True if it adds its vector.
+    adds: bool,
     /// Index, key or attribute of the changed tensor.
     pub part: Option<Py<PyAny>>,
     /// Width of the vector: the last dimension of the tensors that it fits.
     pub width: Option<usize>,
-    /// True if the vector has rows, which must not widen `x`.
+    /// True if the vector broadcasts to `x` and has rows, which must not widen it.
     has_rows: bool,
     /// True if the vector is complex.
     pub complex: bool,
@@ -109,39 +101,33 @@ impl Casts {
 #[pymethods]
 impl InterventionBase {
     #[new]
-    #[pyo3(signature = (operation, numbers, part, width, vector, *_others))]
+    #[pyo3(signature = (formula, numbers, part, vector, broadcasts, adds))]
     fn new(
-        operation: &str,
+        formula: Py<PyAny>,
         numbers: Py<PyTuple>,
         part: Option<Py<PyAny>>,
-        width: Option<usize>,
         vector: Option<Bound<'_, PyAny>>,
-        _others: &Bound<'_, PyTuple>,
+        broadcasts: bool,
+        adds: bool,
     ) -> PyResult<(Self, NativeHook)> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        let (dims, trained, complex) = match vector {
+        let (shape, trained, complex) = match vector {
             Some(vector) => (
-                Some(vector.call_method0("dim")?.extract::<usize>()?),
+                Some(vector.getattr("shape")?.extract::<Vec<usize>>()?),
                 torch::tensors::requires_grad(&vector)?,
                 vector.call_method0("is_complex")?.is_truthy()?,
             ),
             None => (None, false, false),
         };
-        let operation = match operation {
-            "add" => Operation::Add,
-            "scale" => Operation::Scale,
-            "ablate" => Operation::Ablate,
-            "clamp" => Operation::Clamp,
-            "replace" => Operation::Replace,
-            "zero" => Operation::Zero,
-            _ => return Err(PyValueError::new_err("unknown operation")),
-        };
+        let width = shape.as_ref().and_then(|shape| shape.last().copied());
+        let dims = shape.map(|shape| shape.len());
         let intervention = Self {
-            operation,
+            formula,
             numbers,
+            adds,
             part,
-            width,
-            has_rows: dims.is_some_and(|dims| dims > 1),
+            width: width.filter(|width| *width != 1), // one broadcasts
+            has_rows: broadcasts && dims.is_some_and(|dims| dims > 1),
             complex,
             trained,
             traced: OnceLock::new(),
@@ -173,6 +159,7 @@ impl InterventionBase {
 
     // No `__clear__`: tensors refer to nothing here.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.formula)?;
         visit.call(&self.numbers)?;
         visit.call(&self.part)?;
         visit.call(self.traced.get())?;
@@ -193,7 +180,7 @@ impl InterventionBase {
         let this = slf.get();
         if this.traced.get().is_none() {
             // Not in `get_or_init`: the method runs Python.
-            let form = slf.call_method0(intern!(py, "_traced"))?;
+            let form = slf.call_method1(intern!(py, "_traced"), (&this.numbers,))?;
             let _ = this.traced.set(form.cast_into::<PyTuple>()?.unbind());
         }
         Ok(this.traced.wait().bind(py).clone())
@@ -282,7 +269,7 @@ impl<'py> Change<'_, 'py> {
         let inner = part_of(value, &around).map_err(|cause| self.no_part(value, part, cause))?;
         if let Some((hidden, residual)) = summed(&inner, &last) {
             // An addition to the sum changes only the hidden state.
-            let adds = self.intervention.get().operation == Operation::Add;
+            let adds = self.intervention.get().adds;
             let changed = tensor(&hidden, (!adds).then_some(&residual))?;
             let first = 0_usize.into_pyobject(self.py())?.into_any();
             return with_part(value, &around, &with_part(&inner, &first, &changed)?);
@@ -355,72 +342,42 @@ impl<'py> Change<'_, 'py> {
     fn whole(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let this = self.intervention.get();
         let numbers = this.numbers.bind(self.py());
-        let vectors = usize::from(this.dims.is_some());
-        self.by(x, |place| match place.checked_sub(vectors) {
-            None => self.vector(x),
-            Some(place) => numbers.get_item(place),
-        })
+        if this.dims.is_none() {
+            if !numbers.is_empty() {
+                self.check_dtype(x)?;
+            }
+            return self.by(x, numbers);
+        }
+        let mut vector = self.vector(x)?;
+        if this.has_rows {
+            vector = self.expanded(&vector, x)?;
+        }
+        if numbers.is_empty() {
+            return invoke::call(this.formula.bind(self.py()), [x, &vector]);
+        }
+        let operands: Vec<_> = std::iter::once(vector).chain(numbers.iter()).collect();
+        self.by(x, &PyTuple::new(self.py(), operands)?)
     }
 
-    /// Changes a tensor by operands: the vector or factor, then the bounds, each for all of `x` or a
-    /// row of it.
+    /// Changes a tensor by operands: the vector, then the numbers, each for all of `x` or with a row
+    /// for each of it.
     pub fn by(
         &self,
         x: &Bound<'py, PyAny>,
-        operand: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+        operands: &Bound<'py, PyTuple>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = self.py();
-        let this = self.intervention.get();
-        match this.operation {
-            Operation::Scale => {
-                self.check_scales(x)?;
-                x.mul(operand(0)?)
-            }
-            Operation::Zero => torch::zeros_like(x),
-            Operation::Add if this.has_rows => x.add(self.expanded(&operand(0)?, x)?),
-            Operation::Add => x.add(operand(0)?),
-            Operation::Replace => {
-                let value = self.expanded(&operand(0)?, x)?;
-                value.call_method0(intern!(py, "clone"))
-            }
-            Operation::Ablate => {
-                let direction = operand(0)?;
-                x.sub(self.along(x, &direction)?.mul(&direction)?)
-            }
-            Operation::Clamp => {
-                let direction = operand(0)?;
-                let before = self.along(x, &direction)?;
-                let bounds = (operand(1)?, operand(2)?);
-                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
-                x.add(after.sub(before)?.mul(&direction)?)
-            }
-        }
+        let formula = self.intervention.get().formula.bind(self.py());
+        invoke::call_with_first(formula, x, operands, None)
     }
 
-    /// Raises unless `x` has a dtype that a factor leaves.
-    fn check_scales(&self, x: &Bound<'py, PyAny>) -> PyResult<()> {
+    /// Raises unless `x` has a dtype that numbers change.
+    fn check_dtype(&self, x: &Bound<'py, PyAny>) -> PyResult<()> {
         let dtype = x.getattr(intern!(self.py(), "dtype"))?;
         if !Facts::is_float(&dtype)? {
             self.intervention
                 .call_method1(intern!(self.py(), "check_dtype"), (dtype,))?;
         }
         Ok(())
-    }
-
-    /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
-    // Not a product of matrices: autocast runs those in lower precision.
-    fn along(
-        &self,
-        x: &Bound<'py, PyAny>,
-        direction: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = self.py();
-        let product = if self.intervention.get().complex {
-            x.mul(direction.call_method0(intern!(py, "conj"))?)?
-        } else {
-            x.mul(direction)?
-        };
-        product.call_method1(intern!(py, "sum"), (-1, true))
     }
 
     /// Returns a vector in the shape of `x`.

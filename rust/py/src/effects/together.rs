@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::effects::intervention::{Change, InterventionBase, Operation, Table, with_residual};
+use crate::effects::intervention::{Change, InterventionBase, Table, with_residual};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
@@ -59,7 +59,7 @@ fn spread<'py>(
 /// Interventions of some members.
 pub struct JointInterventions(Vec<InterventionGroup>);
 
-/// Interventions of the same operation, on the same part of a value.
+/// Interventions of one kind, on the same part of a value.
 struct InterventionGroup {
     /// Number of the part of the first one.
     part: usize,
@@ -89,15 +89,15 @@ impl JointInterventions {
     }
 }
 
-/// True if interventions are of the same operation, on the same part of a value, by numbers of the
-/// same kind.
+/// True if interventions are of one kind, on the same part of a value, and all or none complex.
 fn alike(
     first: &Bound<'_, InterventionBase>,
     second: &Bound<'_, InterventionBase>,
 ) -> PyResult<bool> {
     let (this, other) = (first.get(), second.get());
     let same = same_part(first.py(), this.part.as_ref(), other.part.as_ref())?;
-    Ok(same && this.operation == other.operation && this.complex == other.complex)
+    let kind = first.get_type().is(second.get_type());
+    Ok(same && kind && this.complex == other.complex)
 }
 
 /// True for a tensor of floating point or complex numbers.
@@ -182,20 +182,24 @@ impl InterventionGroup {
         x: &Bound<'py, PyAny>,
         dim: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let operation = change.intervention.get().operation;
-        if self.hooks.len() == 1 || operation == Operation::Zero {
+        let py = x.py();
+        let this = change.intervention.get();
+        let operands = this.dims.is_some() || !this.numbers.bind(py).is_empty();
+        if self.hooks.len() == 1 || !operands {
             return change.everywhere(x);
         }
         let tables = self.tables(change, x)?;
-        let changed = change.by(x, |place| {
-            spread(&tables.get_item(place)?, &self.selection, x, dim)
-        })?;
-        if operation != Operation::Scale {
+        let mut rows = Vec::with_capacity(tables.len());
+        for table in tables {
+            rows.push(spread(&table, &self.selection, x, dim)?);
+        }
+        let changed = change.by(x, &PyTuple::new(py, rows)?)?;
+        // The numbers may be of a wider dtype.
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        if changed.getattr(intern!(py, "dtype"))?.is(&dtype) {
             return Ok(changed);
         }
-        // The factors may be of a wider dtype.
-        let dtype = x.getattr(intern!(x.py(), "dtype"))?;
-        changed.call_method1(intern!(x.py(), "to"), (dtype,))
+        changed.call_method1(intern!(py, "to"), (dtype,))
     }
 
     /// Returns the tables of the interventions, as `x` takes them.
@@ -242,8 +246,15 @@ impl InterventionGroup {
                 vectors.append(change.vector(x)?)?;
             }
         }
-        let hooks = PyList::new(py, &self.hooks)?;
-        let arguments = (hooks, vectors, &dtype, &device);
+        let columns = PyList::empty(py);
+        for place in 0..this.numbers.bind(py).len() {
+            let column = self.hooks.iter().map(|hook| {
+                let numbers = hook.get().numbers.bind(py);
+                numbers.get_borrowed_item(place)
+            });
+            columns.append(PyList::new(py, column.collect::<PyResult<Vec<_>>>()?)?)?;
+        }
+        let arguments = (vectors, columns, &dtype, &device);
         let tensors = first.call_method1(intern!(py, "_tables"), arguments)?;
         let tensors = tensors.cast_into::<PyTuple>()?;
         if let Some(order) = StreamOrder::of(&tensors)? {

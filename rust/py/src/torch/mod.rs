@@ -140,12 +140,6 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .is_truthy()
 }
 
-/// Makes a tensor of zeros of the same shape, dtype and device.
-pub fn zeros_like<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let torch = tensor.py().import(intern!(tensor.py(), "torch"))?;
-    torch.call_method1(intern!(tensor.py(), "zeros_like"), (tensor,))
-}
-
 /// True if Dynamo traces backward passes, with backward hooks in them.
 pub fn compiles_backward(py: Python<'_>) -> PyResult<bool> {
     let compiled_autograd = py.import("torch._dynamo.compiled_autograd")?;

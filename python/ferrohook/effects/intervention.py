@@ -1,0 +1,358 @@
+"""Base of interventions: native hooks that change one tensor of a module's input or output."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
+
+import torch
+from torch import Tensor
+
+from ferrohook._core import GpuVector, InterventionBase, to_device
+from ferrohook.errors import HookTypeError
+from ferrohook.util.arguments import OutputIndex, check_output_index, expect
+from ferrohook.util.never_trace import never_trace, never_trace_frame, untraced_copy
+from ferrohook.util.streams import Made, made
+from ferrohook.util.tensors import content_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXACT: Final = {torch.float64, torch.complex128}
+"""Dtypes with which numbers are computed in float64; in float32 with others."""
+KINDS: Final[dict[str, type[Intervention]]] = {}
+"""The kinds of interventions by name, those of users included."""
+
+
+class Intervention(InterventionBase):
+    """Base of the interventions: immutable, compared by content, picklable.
+
+    They run natively but for their formula, in the phases `forward` (the output) and `forward_pre`
+    (the input), and are registered wherever a hook is taken. A vector is cast once for each dtype
+    and device of the tensors that it meets. Under `torch.compile` it is an input of the graph:
+    another vector of that shape needs no new trace.
+
+    `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
+    index, key or attribute, or a tuple of them: `(1, 0)` is the `h` of an LSTM, `(0, "data")` the
+    data of the sequence that it returns for a packed one. `"sum"`, for layers that return hidden
+    state and residual, changes the sum of the two: the hidden state takes the difference.
+
+    A kind of your own is a subclass with a `formula` and the names of its arguments. It works
+    wherever the others do: in plans and their JSON, in batches, under `torch.compile`.
+
+        class Soften(fh.Intervention):
+            '''Scales the component along a direction.'''
+
+            vector_field = "direction"
+            number_fields = ("factor",)
+
+            @staticmethod
+            def prepare(direction):
+                return direction / direction.norm()
+
+            @staticmethod
+            def formula(x, direction, factor):
+                return x + (factor - 1) * (x * direction).sum(-1, keepdim=True) * direction
+
+    Args:
+        values: the arguments by position, in the order of `fields`.
+        output_index: the changed tensor.
+        named: the arguments by name.
+
+    Raises:
+        HookTypeError: an argument has the wrong type, is unknown or missing.
+        ValueError: a number is NaN.
+    """
+
+    __slots__ = ("_made", "output_index", "values")
+
+    vector_field: ClassVar[str | None] = None
+    """Name of the argument that is a tensor."""
+    scale_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers with which the vector is prepared."""
+    number_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that the formula takes."""
+    absent: ClassVar[tuple[float, ...]] = ()
+    """Numbers for the formula that stand for None, if None is allowed."""
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the arguments in order, `output_index` aside: the vector, then the numbers."""
+    broadcasts: ClassVar[bool] = True
+    """True if the vector broadcasts to the tensor; else the formula takes it in its own shape."""
+    adds: ClassVar[bool] = False
+    """True if it adds the vector: a sum of hidden state and residual changes as the former does."""
+    real: ClassVar[bool] = False
+    """True if it has no meaning for complex numbers."""
+    homogeneous: ClassVar[bool] = False
+    """True if it does the same to any multiple of the tensor."""
+
+    output_index: Any
+    values: tuple[Any, ...]
+    _made: Made | None
+    """Order of the uses of a vector on a GPU."""
+    _untraced: ClassVar[Callable[..., Tensor]]
+    """The formula for native code."""
+
+    def __new__(  # noqa: D102 (see the class)
+        cls, *values: Any, output_index: OutputIndex = None, **named: Any
+    ) -> Self:
+        if cls.formula is Intervention.formula:
+            msg = f"{cls.__name__} is abstract: take one of {', '.join(KINDS)}"
+            raise HookTypeError(msg)
+        given = dict(zip(cls.fields, values, strict=False)) | named
+        if len(values) > len(cls.fields) or given.keys() != {*cls.fields}:
+            expected = ", ".join(cls.fields) or "no arguments"
+            msg = f"{cls.__name__} takes {expected}, got {', '.join(given) or 'none'}"
+            raise HookTypeError(msg)
+        given = {name: _checked(cls, name, given[name]) for name in cls.fields}
+        part: Any = check_output_index(output_index, f"output_index of {cls.__name__}")
+        vector = given.get(str(cls.vector_field))
+        numbers = [given[name] for name in cls.number_fields]
+        self = InterventionBase.__new__(
+            cls,
+            cls._untraced,
+            tuple(
+                cls.absent[place] if number is None else number
+                for place, number in enumerate(numbers)
+            ),
+            part,
+            vector,
+            cls.broadcasts,
+            cls.adds,
+        )
+        self._made = made((vector,)) if vector is not None and vector.is_cuda else None
+        self.output_index = part
+        self.values = tuple(given.values())
+        return self
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        vector = () if cls.vector_field is None else (cls.vector_field,)
+        cls.fields = vector + cls.scale_fields + cls.number_fields
+        if cls.formula is Intervention.formula:
+            return  # a base of others
+        cls._untraced = untraced_copy(cls.formula, "native code calls it")
+        known = KINDS.get(cls.__name__)
+        # The cell of a notebook may define its class again.
+        if known is not None and known.__module__ != cls.__module__:
+            msg = f"an intervention called {cls.__name__} is defined in {known.__module__}"
+            raise HookTypeError(msg)
+        KINDS[cls.__name__] = cls
+
+    @staticmethod
+    def formula(x: Tensor, *operands: Any) -> Tensor:
+        """Returns a tensor, changed.
+
+        The only place that says what a kind does: calls, batches and graphs read it.
+
+        Args:
+            x: the tensor; of floating point if the kind has operands.
+            operands: the vector, prepared and in the dtype of the tensor, if the kind has one, and
+                the numbers. In a batch they have a row for each row of the tensor, and broadcast;
+                in a graph numbers are tensors without a dimension.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def prepare(vector: Tensor, *_scales: Any) -> Tensor:
+        """Returns the vector as the formula takes it, before it is cast: scaled, or of unit length.
+
+        Args:
+            vector: as it was passed.
+            _scales: numbers of `scale_fields`.
+        """
+        return vector
+
+    def on_multiple(self, _multiplier: float) -> Self | None:
+        """Returns the intervention for a tensor of which a multiple is to change as this one says.
+
+        None if there is none of this kind.
+        """
+        return self if self.homogeneous else None
+
+    @property
+    def vector(self) -> Tensor | None:
+        """The vector, direction or value; None without one."""
+        return None if self.vector_field is None else cast("Tensor", self.values[0])
+
+    @property
+    def width(self) -> int | None:
+        """Last dimension of the vector; None if it fits any."""
+        vector = self.vector
+        return None if vector is None or not vector.dim() else vector.shape[-1]
+
+    def vector_as(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns the vector, ready for use, as values of tensors of this type on this device."""
+        self.check_dtype(dtype)
+        return _on_device(*self._operands, device, dtype)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises unless it can change tensors of this type."""
+        check_dtypes(type(self), dtype, self.vector)
+
+    @property
+    def _scales(self) -> tuple[float, ...]:
+        return self.values[1 : 1 + len(self.scale_fields)]
+
+    @property
+    def _operands(self) -> tuple[type[Self], Tensor, tuple[float, ...], Made | None]:
+        """Parts that a prepared vector is made of; for those with one."""
+        return type(self), cast("Tensor", self.vector), self._scales, self._made
+
+    def _traced(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
+        """Returns its form in a trace: class, part, vector, the vector on each GPU, numbers.
+
+        The vectors on GPUs are prepared. None of a vector that is trained, whose copies are in the
+        graph. The numbers are those of the vector, and those of the formula.
+        """
+        vector = self.vector
+        on_gpus = None
+        if vector is not None and not vector.requires_grad:
+            on_gpus = tuple(
+                GpuVector(partial(_on_device, *self._operands, torch.device("cuda", number)))
+                for number in range(torch.cuda.device_count())
+            )
+        scales, numbers_as = (
+            tuple(torch.tensor(each, dtype=torch.float64) for each in group)
+            for group in (self._scales, numbers)
+        )
+        return type(self), self.output_index, vector, on_gpus, scales, numbers_as
+
+    def _tables(
+        self,
+        vectors: list[Tensor],
+        columns: list[list[float]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, ...]:
+        """Returns tensors with a row for each of some interventions, operand by operand."""
+        if not vectors:  # as exact as a number that multiplies a tensor
+            dtype = torch.float64 if dtype in EXACT else torch.float32
+        with torch.inference_mode(mode=False):  # a later call may record a graph
+            made = [to_device(torch.tensor(each, dtype=dtype)[:, None], device) for each in columns]
+            return (torch.stack(vectors), *made) if vectors else tuple(made)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "values"):
+            msg = f"{type(self).__name__} is immutable: make another"
+            raise AttributeError(msg)
+        super().__setattr__(name, value)
+
+    def needs(self) -> Iterator[str]:
+        """Returns the features that a back end must support to apply it, see `BackEnd`."""
+        yield "add" if self.adds else "change"
+        if self.output_index is not None:
+            yield "output_index"
+        values = [torch.as_tensor(value) for value in self.values if value is not None]
+        if self.broadcasts and any(value.dim() > 1 for value in values):
+            yield "table"
+        if any(value.requires_grad for value in values):
+            yield "trained"
+        if not all(bool(value.isfinite().all()) for value in values):
+            yield "not finite"
+
+    def content(self) -> tuple[Any, ...]:
+        """Returns what identifies it, hashable: class, `output_index`, and values by content."""
+        return (type(self).__name__, *map(content_of, (self.output_index, *self.values)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Intervention) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
+
+    def __reduce__(self) -> Any:
+        return _make, (type(self), self.values, self.output_index)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{name}={_shown(value)}" for name, value in zip(self.fields, self.values, strict=True)
+        ]
+        if self.output_index is not None:
+            shown.append(f"output_index={self.output_index!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def check_dtypes(cls: type[Intervention], dtype: torch.dtype, vector: Tensor | None = None) -> None:
+    """Raises unless a kind of intervention can change tensors of a dtype by a vector.
+
+    Raises:
+        HookTypeError: a part of its result would be lost, or has no meaning.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        msg = f"{cls.__name__} changes tensors of floating point, got {dtype}"
+        raise HookTypeError(msg)
+    if cls.real and dtype.is_complex:
+        msg = f"{cls.__name__} changes real numbers, got {dtype}: complex numbers have no order"
+        raise HookTypeError(msg)
+    if vector is not None and vector.dtype.is_complex and not dtype.is_complex:
+        msg = (
+            f"{cls.__name__} of {vector.dtype} changes complex tensors, got {dtype}, which has no "
+            "imaginary part"
+        )
+        raise HookTypeError(msg)
+
+
+def _on_device(  # noqa: PLR0913, PLR0917 (a vector and where it goes)
+    cls: type[Intervention],
+    vector: Tensor,
+    scales: tuple[float, ...],
+    order: Made | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the prepared vector of an intervention on a device."""
+    if order is not None:
+        order.use()
+    with torch.inference_mode(mode=False):  # a later call may record a graph
+        prepared = cls.prepare(vector, *scales)
+        on_device: Tensor = to_device(prepared if dtype is None else prepared.to(dtype), device)
+        return on_device
+
+
+# Dynamo would compile functions that the native call of a compiled region calls.
+never_trace(Intervention, "vector_as", "native code calls it")
+never_trace(Intervention, "check_dtype", "native code calls it")
+never_trace(Intervention, "_traced", "native code calls it")
+never_trace(Intervention, "_tables", "native code calls it")
+never_trace(sys.modules[__name__], "_on_device", "native code calls it")
+never_trace_frame(Made.use, "native code calls it")
+
+
+def _make(cls: type[Intervention], values: tuple[Any, ...], output_index: Any) -> Intervention:
+    return cls(*values, output_index=output_index)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r}"
+    return (
+        f"<{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}>"
+    )
+
+
+def _checked(cls: type[Intervention], name: str, value: Any) -> Any:
+    """Validates an argument."""
+    if name == cls.vector_field:
+        return _vector(cls, name, value)
+    if value is None and cls.absent:
+        return None
+    expect(value, int | float, f"{name} of {cls.__name__} is a number")
+    number = float(value)
+    if math.isnan(number):
+        msg = f"{name} of {cls.__name__} is a number, got NaN"
+        raise ValueError(msg)
+    return number
+
+
+def _vector(cls: type[Intervention], name: str, value: Tensor) -> Tensor:
+    expect(value, Tensor, f"{name} of {cls.__name__} is a tensor")
+    if not value.is_floating_point() and not value.is_complex():
+        msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
+        raise HookTypeError(msg)
+    if cls.real:
+        check_dtypes(cls, value.dtype)
+    # A copy, as a later write in place would change some calls and not others.
+    with torch.inference_mode(mode=False):  # a later call may record a graph
+        return value if value.requires_grad else value.detach().clone()
