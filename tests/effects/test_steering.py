@@ -461,5 +461,5 @@ def test_interventions_have_signatures(intervention: Any, expected: str) -> None
 
 
 def test_the_base_of_interventions_is_abstract() -> None:
-    with pytest.raises(fh.HookTypeError, match="Intervention is abstract: take one of Add"):
+    with pytest.raises(fh.HookTypeError, match="Intervention is abstract: take a kind such as Add"):
         fh.Intervention()

@@ -98,7 +98,7 @@ class Intervention(InterventionBase):
         cls, *values: Any, output_index: OutputIndex = None, **named: Any
     ) -> Self:
         if cls.formula is Intervention.formula:
-            msg = f"{cls.__name__} is abstract: take one of {', '.join(KINDS)}"
+            msg = f"{cls.__name__} is abstract: take a kind such as Add, or define its formula"
             raise HookTypeError(msg)
         given = dict(zip(cls.fields, values, strict=False)) | named
         if len(values) > len(cls.fields) or given.keys() != {*cls.fields}:
