@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from support.sglang_engine import Local
 
 UNGUARDED = {
-    *("_queueing", "_processing", "_limiting", "_batched"),
+    *("_queueing", "take_request", "_aborting", "_processing", "_limiting", "_batched"),
     *("_forwarding", "_answering", "forward", "running", "failing", "guarded", "_fail_all"),
     *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_failed"),
     *("state", "_abort"),

@@ -2,7 +2,7 @@
 
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
 were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
-`process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
+`abort_request`, `process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
 `ForwardBatch.init_new`, `ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the
 front end: `TokenizerManager.__init__`, `generate_request` and `update_request_meta_info`, and of
 the OpenAI routes the methods that build an answer or a stream.
@@ -34,6 +34,7 @@ def register() -> None:
     _register(
         ("managers.scheduler.Scheduler.__init__", _made, "AFTER"),
         ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, "AROUND"),
+        ("managers.scheduler.Scheduler.abort_request", _aborting, "AROUND"),
         ("managers.scheduler.Scheduler.process_batch_result", _processing, "BEFORE"),
         ("managers.scheduler.Scheduler.get_internal_state", _describing, "AFTER"),
         ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
@@ -73,6 +74,19 @@ def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any
         worker.reject(req, error)
         return None
     return original(scheduler, req, *args, **kwargs)
+
+
+def _aborting(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    worker = _workers[scheduler]
+    before: set[str] = set()
+    with worker.failing():
+        before = worker.names(scheduler.waiting_queue)
+    result = original(scheduler, *args, **kwargs)
+    # Not left to their finalizers: the traceback of a fault that failed them may keep them alive.
+    with worker.failing():
+        for name in before - worker.names(scheduler.waiting_queue):
+            worker.retire(name)
+    return result
 
 
 def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -222,7 +222,8 @@ class SchedulerWorker(EngineWorker):
         params = getattr(req.sampling_params, "custom_params", None)
         custom = params if isinstance(params, dict) else {}
         if req.to_finish is None:
-            check_salt(req.cache_salt)
+            if req.cache_salt:
+                check_salt(req.cache_salt)
             if custom.get(NAME) is not None:
                 self._open(req, custom[NAME], custom.get(VECTORS, ""))
 
@@ -245,7 +246,7 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook_rereads = read.reaches_back
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
-        # One that is aborted in a queue comes to no step and to no answer any more.
+        # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
         req.ferrohook = name
@@ -262,6 +263,10 @@ class SchedulerWorker(EngineWorker):
             scheduler.beam_coordinator.retire_group(req)
         req.to_finish, req.finished_reason = None, _abort(reason, HTTPStatus.BAD_REQUEST)
         scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def names(self, reqs: Iterable[Any]) -> set[str]:
+        """Returns the names of the plans of requests."""
+        return {req.ferrohook for req in reqs} & self.requests.keys()
 
     # --- steps -------------------------------------------------------------------------------
 
