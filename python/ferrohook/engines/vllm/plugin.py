@@ -30,7 +30,7 @@ from ferrohook.engines.routes import PlanGate
 from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
-from ferrohook.engines.vllm.runners import attach
+from ferrohook.engines.vllm.runners import around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
 from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
@@ -168,19 +168,12 @@ def _method(path: str) -> tuple[Any, Any]:
 
 
 def _wrap(path: str, function: Callable[..., Any]) -> None:
-    """Replaces a method by one that calls a function with the method and its arguments, once."""
+    """Has a function stand around a method, once."""
     owner, original = _method(path)
-    is_static = isinstance(original, staticmethod)
-    plain = original.__func__ if is_static else original
-    if hasattr(plain, _MARK):
-        return
-
-    @functools.wraps(plain)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return function(plain, *args, **kwargs)
-
-    setattr(made, _MARK, True)
-    setattr(owner, path.rpartition(".")[2], staticmethod(made) if is_static else made)
+    if not hasattr(original, _MARK):
+        name = path.rpartition(".")[2]
+        around(owner, name, function)
+        setattr(vars(owner)[name], _MARK, True)
 
 
 def _has_plan(params: Any) -> bool:

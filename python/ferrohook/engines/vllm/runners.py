@@ -50,10 +50,15 @@ _V1: Final = ("_update_states", "_prepare_inputs", "_model_forward")
 _V2: Final = ("add_requests", "prepare_inputs", "execute_model")
 
 
-def _around(runner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replaces a method by a function that is called with it and its arguments."""
-    original = getattr(runner, name)
-    setattr(runner, name, functools.wraps(original)(functools.partial(function, original)))
+def around(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replaces a method, of a class or an object, by a function of it and its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
 
 
 def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
@@ -64,7 +69,7 @@ def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
         function(result, *args, **kwargs)
         return result
 
-    _around(runner, name, replaced)
+    around(runner, name, replaced)
 
 
 def _mark(output: Any, failed: dict[str, str]) -> None:
@@ -111,7 +116,7 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
 
     _after(runner, "_update_states", updating)
     _after(runner, "_prepare_inputs", preparing)
-    _around(runner, "_model_forward", calling)
+    around(runner, "_model_forward", calling)
 
 
 def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
@@ -140,6 +145,6 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
                     worker.check(state.hidden_states, state.slot_mappings_by_layer)
             return result
 
-    _around(runner, "add_requests", adding)
+    around(runner, "add_requests", adding)
     _after(runner, "prepare_inputs", preparing)
-    _around(runner, "execute_model", executing)
+    around(runner, "execute_model", executing)

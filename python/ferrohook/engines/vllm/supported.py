@@ -25,7 +25,7 @@ CAPABILITIES: Final = Capabilities(
         "python functions": "a plan crosses processes as JSON",
         "tensor parallelism on GPUs": "not run on several GPUs yet",
         "pipeline parallelism": "a worker has a part of the layers; not tested",
-        "data parallelism of experts": "its ranks step together; not tested",
+        "data parallelism of experts": "its ranks step together, on no CPU; not tested",
         "hybrid data parallelism": "your load balancer may send an upload to one server and the "
         "requests to another; not tested",
         "context parallelism": "a worker has a part of the rows; not tested",
