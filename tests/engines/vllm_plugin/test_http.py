@@ -315,6 +315,36 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
     assert [*engine.worker._vectors.values()]
 
 
+def test_a_name_means_a_vector_once_all_ranks_have_it(engine: Engine) -> None:
+    """Another server reads the names from one rank, and may send a request to any other."""
+    engine.vllm_config.parallel_config._api_process_count = 2
+    put, sent = engine.worker.put, []
+    engine.worker.put = lambda data, names: sent.append({*names}) or put(data, names)  # type: ignore[method-assign, func-returns-value]
+    data = safetensors.torch.save({"a": torch.ones(WIDTH)})
+    assert asyncio.run(asked(engine, "PUT", "vectors", content=data)).is_success
+    assert sent == [set(), {"a"}]
+
+
+def test_captures_of_another_server(engine: Engine) -> None:
+    other = Engine()
+    other.worker = engine.worker
+    for each in (engine, other):
+        each.vllm_config.parallel_config._api_process_count = 2
+
+    async def status(asked_one: Engine) -> int:
+        return (await asked(asked_one, "GET", "captures/a")).status_code
+
+    async def run() -> list[int]:
+        await captured(engine)
+        engine.worker.retire("a-engine")
+        early = await status(other)
+        await calls.call_async(engine, "note", (await connect_async(engine)).ended(OWN))
+        return [early, await status(other), await status(other), await status(engine)]
+
+    # Not noted yet, there, and fetched.
+    assert asyncio.run(run()) == [404, 200, 404, 422]
+
+
 async def captured(engine: Engine, token: str | None = OWN) -> None:
     await engine.send(KEEP, token)
     engine.step(PROMPT)
