@@ -144,6 +144,8 @@ def error_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("argv", MISTAKES)
 def test_a_user_error_is_one_line_on_stderr(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if argv == "tree empty":  # a folder is loaded by transformers
+        pytest.importorskip("transformers")
     assert re.search(MISTAKES[argv], error_line(argv.split(), capsys))
 
 
