@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+
+    Serve = Callable[[list[tuple[list[int], str]]], list[tuple[list[int], Mapping[str, Tensor]]]]
 
 WIDTH, HEAD = 64, 32
 NEW = 4
@@ -56,10 +59,30 @@ def plans() -> dict[str, fh.Plan]:
     }
 
 
+MIXED = ["@router.*", "@experts.*", "@expert_weights.*"]
+
+
+def plans_of_mixtures() -> dict[str, fh.Plan]:
+    """Returns plans that read routers and experts, and change the weights of these."""
+    kept = fh.keep(["@experts.1", "@expert_weights.1", "@mlp_out.1"])
+    return {
+        "read the experts": fh.Plan(fh.keep(MIXED)),
+        "read the experts of the prompt": fh.Plan(fh.keep(MIXED, at="prompt")),
+        "other weights": fh.Plan(fh.on("@expert_weights.1", fh.Scale(0.5)), kept),
+        "other weights of what is generated": fh.Plan(
+            fh.on("@expert_weights.1", fh.Scale(-2.0), at="generated"), kept
+        ),
+        "other experts": fh.Plan(
+            fh.on("@resid_post.0", fh.Add(_direction(WIDTH, 3), scale=2.0)), fh.keep(MIXED)
+        ),
+    }
+
+
 @functools.cache
-def texts() -> dict[str, str]:
-    """Returns the plans as JSON."""
-    return {name: plan.to_json() for name, plan in plans().items()}
+def texts(*, mixture: bool = False) -> dict[str, str]:
+    """Returns the plans as JSON, for a model with experts or without."""
+    every = plans() | (plans_of_mixtures() if mixture else {})
+    return {name: plan.to_json() for name, plan in every.items()}
 
 
 @torch.no_grad()
@@ -75,14 +98,25 @@ def alone(
     return tokens[len(prompt) :], dict(request.acts)
 
 
+def by_expert(acts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns captures with the weight of each expert: engines have a token's in any order."""
+    found = dict(acts)
+    for name, numbers in acts.items():
+        if "@experts." in name:
+            weights = found.pop(name.replace("experts", "expert_weights"))
+            empty = torch.zeros(*weights.shape[:-1], 8)
+            found[name] = empty.scatter(-1, numbers.long(), weights)
+    return found
+
+
 def check(
     name: str, found: tuple[list[int], Mapping[str, Tensor]], expected: tuple[list[int], Any]
 ) -> None:
     """Compares a text and captures with the answer to the request alone."""
-    tokens, acts = found
+    tokens, acts = found[0], by_expert(found[1])
     assert tokens == expected[0], name
-    assert acts.keys() == expected[1].keys(), name
-    for key, whole in expected[1].items():
+    assert found[1].keys() == expected[1].keys(), name
+    for key, whole in by_expert(expected[1]).items():
         # Rows of one request: at positions, transformers alone has them in one dimension too.
         tensor = whole if whole.dim() == acts[key].dim() else whole[0]
         assert acts[key].shape == tensor.shape, (name, key, acts[key].shape, tensor.shape)
@@ -93,7 +127,7 @@ def check(
 
 def wrong_plans(
     model: Any,
-    serve: Callable[[list[tuple[list[int], str]]], list[tuple[list[int], Mapping[str, Tensor]]]],
+    serve: Serve,
 ) -> dict[str, str]:
     """Serves the plans at once; returns how each differs from its answer alone.
 
@@ -101,9 +135,10 @@ def wrong_plans(
         model: of transformers.
         serve: takes prompts with plans as JSON; returns texts of `NEW` tokens, with captures.
     """
-    asked = [(PROMPTS[n % len(PROMPTS)], text) for n, text in enumerate(texts().values())]
+    named = texts(mixture="@experts.1" in fh.quantities(model))
+    asked = [(PROMPTS[n % len(PROMPTS)], text) for n, text in enumerate(named.values())]
     wrong = {}
-    for name, (prompt, text), found in zip(texts(), asked, serve(asked), strict=True):
+    for name, (prompt, text), found in zip(named, asked, serve(asked), strict=True):
         try:
             check(name, found, alone(model, fh.Plan.from_json(text), prompt, NEW))
         except AssertionError as error:
@@ -111,8 +146,25 @@ def wrong_plans(
     return wrong
 
 
-ABSENT = {"logits", "pattern", "router", "experts", "expert_weights"}
-"""Kinds of quantities that engines do not have: their fused experts take logits alone."""
+def check_router(model: Any, serve: Serve) -> None:
+    """Writes to a router, as a model of transformers whose router has other weights computes.
+
+    Args:
+        model: of transformers, with experts.
+        serve: see `wrong_plans`.
+    """
+    turned = copy.deepcopy(model)
+    turned.model.layers[1].mlp.gate.weight.neg_()
+    read = fh.keep([*MIXED, "@resid_post.3"])
+    (found,) = serve([(PROMPTS[0], fh.Plan(fh.on("@router.1", fh.Scale(-1.0)), read).to_json())])
+    expected = alone(turned, fh.Plan(read), PROMPTS[0], NEW)
+    check("turn the router", found, expected)
+    plain = alone(model, fh.Plan(read), PROMPTS[0], NEW)
+    assert not torch.equal(expected[1]["@experts.1"], plain[1]["@experts.1"])
+
+
+ABSENT = {"logits", "pattern"}
+"""Kinds of quantities that engines do not have."""
 
 
 def differing(model: Any, table: Mapping[str, fh.Quantity]) -> set[str]:

@@ -13,9 +13,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3MoeConfig,
 )
 
 import ferrohook as fh
@@ -29,7 +31,19 @@ WIDTH = 64
 LAYERS = 4
 VOCABULARY = 512
 EOS = 1
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "moe": Qwen2MoeConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "moe": Qwen2MoeConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+MIXTURES = {
+    "moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, "moe_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
+}
+"""Settings of those with experts."""
 
 
 def save_model(kind: str, folder: Path, **sizes: int) -> Any:
@@ -46,9 +60,8 @@ def save_model(kind: str, folder: Path, **sizes: int) -> Any:
         "eos_token_id": EOS,
         "initializer_range": 0.2,  # logits that differ, so that a tie is no accident of rounding
     }
-    if kind == "moe":
-        settings |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-        settings |= {"num_experts": 4, "num_experts_per_tok": 2}
+    if kind in MIXTURES:
+        settings |= MIXTURES[kind] | {"num_experts_per_tok": 2}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(settings | sizes)))
     model.eval().requires_grad_(False).save_pretrained(folder)

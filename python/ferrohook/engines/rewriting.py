@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.engines.model.step_values import check_slice, check_width
-from ferrohook.names.spelling import from_lens, split_head
+from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, BackEnd
@@ -110,6 +110,9 @@ def _at_quantity(
         raise ValueError(msg)
     if not quantity.writable:
         msg = f"{name} can be read and not written: what is written does not arrive"
+        raise ValueError(msg)
+    if kind_of(base.removeprefix(SIGN)) == "experts":
+        msg = f"{name} has the numbers of experts, which no intervention changes: write to @router"
         raise ValueError(msg)
     hook = entry.hook
     if heads is not None and head is not None:

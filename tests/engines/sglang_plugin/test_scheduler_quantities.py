@@ -29,7 +29,7 @@ def test_plans_at_once_give_what_transformers_gives_for_each(llama: Any, local: 
     ("entry", "reason"),
     [
         (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention computes no pattern"),
-        (fh.keep("@logits"), "@logits is not proved .* behind the forward"),
+        (fh.keep("@logits"), "@logits is not proved .* only for the tokens that it samples from"),
         (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the nearest .*@resid_post"),
         (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
         (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "has a width of 64, the head of @z.1 one of 32"),

@@ -23,6 +23,7 @@ from support.quantity_plans import (
     WIDTH,
     alone,
     check,
+    check_router,
     differing,
     wrong_plans,
 )
@@ -40,6 +41,8 @@ CONFIGS = {
     ),
     "llama": (transformers.LlamaConfig, {}),
     "moe": (transformers.Qwen2MoeConfig, {}),
+    "mixtral": (transformers.MixtralConfig, {}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
     "olmo2": (transformers.Olmo2Config, {}),
     "neox": (transformers.GPTNeoXConfig, {"use_parallel_residual": False}),
 }
@@ -91,7 +94,7 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
     vector = torch.ones(WIDTH)
     for entry, reason in (
         (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention computes no pattern"),
-        (fh.keep("@logits"), "@logits is not proved .* behind the forward"),
+        (fh.keep("@logits"), "@logits is not proved .* only for the tokens that it samples from"),
         (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the nearest .*@resid_post"),
         (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
         (fh.on("@z.1", fh.Add(vector)), "has a width of 64, the head of @z.1 one of 32"),
@@ -109,6 +112,23 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
             continue
         with pytest.raises(ValueError, match=reason):
             llm.generate({"prompt_token_ids": [3, 4]}, params, use_tqdm=False)
+
+
+def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
+    llm, model = engine
+    if "@router.1" not in connect(llm).modules.named.table:
+        assert "@experts.1" not in fh.quantities(model)
+        return
+    check_router(model, lambda asked: serve(llm, asked))
+    for entry, reason in (
+        (
+            fh.on("@experts.1", fh.Zero()),
+            "@experts.1 has the numbers of experts, which no intervention",
+        ),
+        (fh.on("@router.1", fh.Add(torch.ones(3))), "has a width of 3, the @router.1 one of 4"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            llm.generate({"prompt_token_ids": [3]}, sampling(fh.Plan(entry), 1), use_tqdm=False)
 
 
 def test_the_table_comes_with_its_proofs(engine: Any) -> None:

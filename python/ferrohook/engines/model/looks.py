@@ -21,7 +21,7 @@ from ferrohook.quantity import Quantities, remember
 from ferrohook.quantity.anatomy.observe import Hidden, Look, ModuleCall, ObservedTensor, noise
 from ferrohook.quantity.anatomy.subjects import Example, Subject
 from ferrohook.quantity.proofs.attention import FoundHeads
-from ferrohook.quantity.proofs.proved import Proved
+from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.proving import prove
 from ferrohook.quantity.table import table_of
 
@@ -34,7 +34,11 @@ _ROWS_AND_WIDTH: Final = 2
 _STREAM: Final = Hidden(SUM)
 """Part of an input: the sum of the two tensors that a module takes."""
 _EQUATION: Final = "attention(q, k, v) = z"
-_BEHIND: Final = "the engine computes it behind the forward of its modules"
+_SAMPLED: Final = (
+    "the engine computes logits after the layers, and only for the tokens that it samples from; "
+    "keep @final_norm, which the unembedding takes"
+)
+_OTHER_NUMBERS: Final = "its router is not proved: the engine may have other numbers for experts"
 _NO_PATTERN: Final = "the engine's attention computes no pattern"
 _OTHER_SHAPE: Final = "attention takes or returns it as no tensor of (tokens, heads * head_dim)"
 _NO_ATTENTION: Final = "no module in it is called as attention(q, k, v)"
@@ -183,7 +187,8 @@ def _named(subject: StepSubject, heads_of: Callable[[nn.Module], HeadSizes | Non
             if (found := heads_of(subject.model.get_submodule(call.path))) is not None
         }
         findings = prove(subject, look, look, _inside(subject, look, sizes), _NO_ATTENTION)
-    findings.missing["logits"] = _BEHIND
+        _check_numbers(findings)
+    findings.missing["logits"] = _SAMPLED
     table = table_of(subject.model, findings)
     heads = {
         name: (sizes[each.path].count(kind), sizes[each.path].head_dim)
@@ -191,6 +196,17 @@ def _named(subject: StepSubject, heads_of: Callable[[nn.Module], HeadSizes | Non
         if (kind := kind_of(name.removeprefix(SIGN))) in {"q", "k", "v", "z"} and each.path in sizes
     }
     return NamedTensors(table, heads)
+
+
+def _check_numbers(findings: Findings) -> None:
+    """Takes out experts without a router, whose columns show which numbers they have."""
+    for each in [*findings.proved]:
+        kind = kind_of(each.name)
+        if kind in {"experts", "expert_weights"}:
+            router = each.name.replace(kind, "router")
+            if router in findings.missing:
+                findings.proved.remove(each)
+                findings.missing[each.name] = _OTHER_NUMBERS
 
 
 def _inside(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -59,15 +60,19 @@ def observe(
 
 
 class CallingForward:
-    """Forward that calls its module, so that hooks fire; the one within that call computes.
+    """Method that calls its module, so that hooks fire; the one within that call computes.
+
+    Arguments have the places that they have in the method: plans name them by these.
 
     Args:
         module: the module.
+        name: of the method.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self._module = module
-        self._computes = module.forward
+        self._computes: Callable[..., Any] = getattr(module, name)
+        self._signature = inspect.signature(self._computes)
         self._is_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +80,9 @@ class CallingForward:
         if self._is_called:
             return self._computes(*args, **kwargs)
         self._is_called = True
+        bound = self._signature.bind(*args, **kwargs)
         try:
-            return self._module(*args, **kwargs)
+            return self._module(*bound.args, **bound.kwargs)
         finally:
             self._is_called = False
 

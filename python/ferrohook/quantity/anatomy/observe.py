@@ -16,7 +16,7 @@ from ferrohook.effects.parts import SUM
 from ferrohook.util.tensors import parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 LARGEST: Final = 2**26
 """Elements of a tensor that is kept, at most."""
@@ -57,7 +57,7 @@ def observing(
 
 
 class Hidden(NamedTuple):
-    """Part of an input that no hook without keyword arguments sees."""
+    """Part of an input that no hook without keyword arguments sees, or a field of a named tuple."""
 
     name: str
 
@@ -109,11 +109,11 @@ class ModuleCall(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Integers that a module takes, a row for each position: numbers of experts, say."""
+    """Integers that a module takes or returns, a row for each position: numbers of experts, say."""
 
     site: ObservedTensor
-    start: int
-    """Time at which its call began."""
+    time: int
+    """Time at which they were seen, which is the start of the call that takes them."""
     numbers: Tensor
 
 
@@ -165,11 +165,7 @@ class Look:
         self._time += 1
         tensors = self._taken(args, kwargs)
         self._open.append((self._time, self._see(path, tensors, inputs=True)))
-        self.choices += [
-            Choice(ObservedTensor.input(path, part), self._time, each.cpu())
-            for part, each in inputs_of(args, kwargs)
-            if _is_choice(each)
-        ]
+        self._choose(path, inputs_of(args, kwargs), inputs=True)
         changed = self._changed(path, tensors, inputs=True)
         return with_inputs(args, kwargs, changed)
 
@@ -181,14 +177,31 @@ class Look:
         self, path: str, _module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any
     ) -> Any:
         self._time += 1
-        tensors = dict(_outputs(output, self._kept))
+        tensors = self._returned(output)
         start, inputs = self._open.pop()
         outputs = self._see(path, tensors, inputs=False)
+        self._choose(path, outputs_of(output), inputs=False)
         self.calls.append(ModuleCall(path, start, self._time, inputs, outputs))
         changed = self._changed(path, tensors, inputs=False)
         for part, tensor in changed.items():
-            output = _with_part(output, part, tensor)
+            output = with_output(output, part, tensor)
         return output
+
+    def _returned(self, output: Any) -> dict[Any, Tensor]:
+        """Returns the tensors of an output by part, and the sum of a stream and a contribution."""
+        found = {part: it for part, it in outputs_of(output) if self._kept(it)}
+        if isinstance(output, tuple) and len(output) == len(found) == len(("hidden", "residual")):
+            hidden, residual = found.values()
+            if hidden.shape == residual.shape:
+                found[SUM] = hidden + residual
+        return found
+
+    def _choose(self, path: str, found: Iterable[tuple[Any, Any]], *, inputs: bool) -> None:
+        self.choices += [
+            Choice(ObservedTensor(path, inputs, part), self._time, each.cpu().long())
+            for part, each in found
+            if _is_choice(each)
+        ]
 
     def _see(self, path: str, tensors: dict[Any, Tensor], *, inputs: bool) -> dict[Any, int]:
         found = {}
@@ -289,37 +302,44 @@ def _name(args: tuple[Any, ...], name: str) -> str | Hidden:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the arguments of a call, each after the part that it is of the input."""
-    for place, each in enumerate(args):
-        yield _key(args, place), each
-    for name, each in kwargs.items():
-        yield _name(args, name), each
+    """Yields the arguments of a call, and the fields of those that are named tuples, by part."""
+    found: dict[Any, Any] = {_key(args, place): each for place, each in enumerate(args)}
+    found |= {_name(args, name): each for name, each in kwargs.items()}
+    for part, each in found.items():
+        yield part, each
+        yield from _fields(part, each).items()
+
+
+def _fields(part: Any, value: Any) -> dict[Any, Any]:
+    """Returns the fields of an argument that is a named tuple, by the part that each is."""
+    names = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    return {Hidden(f"{part}.{name}"): value[place] for place, name in enumerate(names)}
 
 
 def with_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a call with some of them replaced, by part."""
+
+    def replaced(part: Any, value: Any) -> Any:
+        fields = _fields(part, value)
+        if changed.keys() & fields.keys():
+            return value._make(changed.get(field, old) for field, old in fields.items())
+        return changed.get(part, value)
+
     return (
-        tuple(changed.get(_key(args, place), each) for place, each in enumerate(args)),
-        {name: changed.get(_name(args, name), each) for name, each in kwargs.items()},
+        tuple(replaced(_key(args, place), each) for place, each in enumerate(args)),
+        {name: replaced(_name(args, name), each) for name, each in kwargs.items()},
     )
 
 
-def _outputs(output: Any, kept: Callable[[Any], bool]) -> Iterator[tuple[Any, Tensor]]:
-    if isinstance(output, Tensor):
-        if kept(output):
-            yield None, output
-        return
-    found = [(key, each) for key, each in parts(output) or () if kept(each)]
-    yield from found
-    if isinstance(output, tuple) and len(output) == len(found) == len(("hidden", "residual")):
-        (_, hidden), (_, residual) = found
-        if hidden.shape == residual.shape:
-            yield SUM, hidden + residual
+def outputs_of(output: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns the parts of an output by their keys; one that is a tensor by None."""
+    return [(None, output)] if isinstance(output, Tensor) else parts(output) or ()
 
 
-def _with_part(output: Any, part: Any, tensor: Tensor) -> Any:
+def with_output(output: Any, part: Any, tensor: Tensor) -> Any:
+    """Returns an output with one part replaced."""
     if part is None:
         return tensor
     if part == SUM and isinstance(output, tuple):

@@ -2,6 +2,7 @@
 
 # In one forward each such module gets other numbers and weights. Then it is called again with two
 # parts of them: an expert whose weight is 0 adds nothing, so the two outputs add up to its own.
+# Numbers and weights that come in a named tuple stand where a module returns them.
 
 from __future__ import annotations
 
@@ -12,16 +13,25 @@ from torch import Tensor, nn
 
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import SIGNIFICANT, differ, tolerance
-from ferrohook.quantity.anatomy.observe import Hidden, inputs_of, noise, observing, with_inputs
+from ferrohook.quantity.anatomy.observe import (
+    Hidden,
+    ObservedTensor,
+    inputs_of,
+    noise,
+    observing,
+    outputs_of,
+    with_inputs,
+    with_output,
+)
 from ferrohook.quantity.proofs.proved import Proved
 from ferrohook.quantity.proofs.routers import SEVERAL, has_several, weighed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
-    from ferrohook.quantity.anatomy.observe import Look, ObservedTensor
+    from ferrohook.quantity.anatomy.observe import Look
     from ferrohook.quantity.anatomy.subjects import Subject
-    from ferrohook.quantity.proofs.routers import Routed
+    from ferrohook.quantity.proofs.routers import Routed, Weighed
 
 _EQUATION: Final = "mixture(experts, expert_weights) = sum of mixture(expert, weight) over them"
 _ALL: Final = "each token goes through all experts, some with a weight of 0"
@@ -40,10 +50,13 @@ class Mixture(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Arguments of a module of experts."""
+    """Numbers and weights that a module of experts takes."""
 
-    numbers: ObservedTensor
-    weights: ObservedTensor
+    path: str
+    parts: list[Any]
+    """Of the module's input."""
+    sites: tuple[ObservedTensor, ...]
+    """Where hooks see them."""
     shape: tuple[int, ...]
 
 
@@ -65,12 +78,12 @@ def prove_experts(
     residuals = _residuals(subject, [*found.values()]) if found else {}
     missing = {each: it for each, it in chosen.items() if isinstance(it, str)}
     proved = []
-    for each, (numbers, weights, shape) in found.items():
-        residual = residuals.get(numbers.path)
+    for each, (path, _, sites, shape) in found.items():
+        residual = residuals.get(path)
         if residual is None and each.routed is None:
             missing[each] = _OTHER
             continue
-        for name, site in zip(each.names, (numbers, weights), strict=True):
+        for name, site in zip(each.names, sites, strict=True):
             if residual is not None:
                 proved.append(Proved(name, site, shape, _EQUATION, residual, writable=True))
             elif each.routed is not None:
@@ -80,59 +93,124 @@ def prove_experts(
 
 
 def _chosen_in(look: Look, mixture: Mixture) -> _Chosen | str:
-    """Finds the arguments in a block; the reason if there are none."""
+    """Finds numbers and weights in a block; the reason if there are none."""
     if has_several(look, mixture.path):
         return SEVERAL
     for each in weighed(look, mixture.path):
         own = mixture.routed is None or mixture.routed.path == each.path
         if own and each.sites is not None and each.sites[1] in look.sites:
-            if any(isinstance(site.part, Hidden) for site in each.sites):
+            sites = _seen(look, each, *each.sites)
+            if sites is None:
                 continue
             if not bool(each.weights.all()):
                 return _ALL
-            return _Chosen(*each.sites, tuple(each.weights.shape))
+            parts = [site.part for site in each.sites]
+            return _Chosen(each.path, parts, sites, tuple(each.weights.shape))
     return _NOWHERE
 
 
-def _residuals(subject: Subject, chosen: Iterable[_Chosen]) -> dict[str, float]:
+def _seen(
+    look: Look, weighed_: Weighed, *taken: ObservedTensor
+) -> tuple[ObservedTensor, ...] | None:
+    """Returns where hooks see what a module takes: there, or where another module returns it."""
+    if not any(isinstance(site.part, Hidden) for site in taken):
+        return taken
+    source = look.source(look.sites[taken[1]].value, weighed_.start)
+    if source is not None:
+        for each in look.choices:
+            if each.site[:2] == source[:2] and torch.equal(each.numbers, weighed_.numbers):
+                return each.site, source
+    return None
+
+
+def _residuals(subject: Subject, chosen: Collection[_Chosen]) -> dict[str, float]:
     """Writes other experts and weights; returns residuals by the paths where the equation holds."""
-    at = {each.numbers.path: (each.numbers.part, each.weights.part) for each in chosen}
-    found: dict[str, float] = {}
+    writing = _Writing(chosen)
+    try:
+        with observing(subject.model, writing.before, writing.after):
+            subject.forward()
+    except HookError:
+        return {}
+    return writing.residuals
 
-    def write(path: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if path not in at:
-            return None
-        inputs, (numbers, weights) = dict(inputs_of(args, kwargs)), at[path]
-        other = {numbers: _others(inputs[numbers]), weights: noise(0.5)(inputs[weights])}
-        return with_inputs(args, kwargs, other)
 
-    def check(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if path not in at or not isinstance(output, Tensor):
-            return
+class _Writing:
+    """Writes other experts and weights in a forward, and checks the equation where they arrive."""
 
-        def mixed(numbers: Tensor, weights: Tensor) -> Tensor:
-            inputs = dict(zip(at[path], (numbers, weights), strict=True))
-            args_, kwargs_ = with_inputs(args, kwargs, inputs)
+    def __init__(self, chosen: Collection[_Chosen]) -> None:
+        self.residuals: dict[str, float] = {}
+        self._chosen = {each.path: each for each in chosen}
+        self._changes: dict[ObservedTensor, Callable[[Tensor], Tensor]] = {}
+        for each in chosen:
+            self._changes.update(zip(each.sites, (_others, noise(0.5)), strict=True))
+        self._written: dict[ObservedTensor, Tensor] = {}
+        self._calls: dict[str, tuple[Any, Any]] = {}
+        """Arguments of modules with experts, which may change their own in place."""
+
+    def before(self, path: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Writes to what a module takes."""
+        changed = self._changed(path, inputs_of(args, kwargs), inputs=True)
+        call = with_inputs(args, kwargs, changed)
+        if path not in self._chosen:
+            return call
+        self._calls[path] = call
+        return _copied(*call)
+
+    def after(self, path: str, module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        """Checks what a module returns, or writes to it."""
+        if path in self._chosen and isinstance(output, Tensor):
+            self._check(self._chosen[path], module, output)
+        for part, tensor in self._changed(path, outputs_of(output), inputs=False).items():
+            output = with_output(output, part, tensor)
+        return output
+
+    def _changed(
+        self, path: str, values: Iterable[tuple[Any, Any]], *, inputs: bool
+    ) -> dict[Any, Tensor]:
+        changed = {}
+        for part, value in values:
+            site = ObservedTensor(path, inputs, part)
+            if site in self._changes:
+                changed[part] = self._written[site] = self._changes[site](value)
+        return changed
+
+    def _check(self, chosen: _Chosen, module: nn.Module, output: Tensor) -> None:
+        args, kwargs = self._calls[chosen.path]
+
+        def mixed(*taken: Tensor) -> Tensor:
+            changed = with_inputs(args, kwargs, dict(zip(chosen.parts, taken, strict=True)))
+            args_, kwargs_ = _copied(*changed)
             returned: Tensor = module.forward(*args_, **kwargs_)
             return returned
 
         inputs = dict(inputs_of(args, kwargs))
-        numbers, weights = (inputs[part] for part in at[path])
+        numbers, weights = taken = [inputs[part] for part in chosen.parts]
+        written = [self._written.get(site) for site in chosen.sites]
+        if any(it is not other for it, other in zip(taken, written, strict=True)):
+            return
         others = _others(numbers)
         half = torch.arange(numbers.shape[1], device=numbers.device) % 2 == 0
         parts = [mixed(numbers.where(it, others), weights * it) for it in (half, ~half)]
         residual, limit = differ(output, parts[0] + parts[1]), tolerance(output)
         if residual <= limit and differ(output, mixed(others, weights)) > SIGNIFICANT * limit:
-            found[path] = residual
+            self.residuals[chosen.path] = residual
 
-    try:
-        with observing(subject.model, write, check):
-            subject.forward()
-    except HookError:
-        return {}
-    return found
+
+def _copied(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies the tensors among the arguments of a call."""
+    tensors = {part: it for part, it in inputs_of(args, kwargs) if isinstance(it, Tensor)}
+    return with_inputs(args, kwargs, {part: it.clone() for part, it in tensors.items()})
 
 
 def _others(numbers: Tensor) -> Tensor:
-    """Returns other numbers of experts."""
-    return (numbers + 1) % (numbers.max() + 1)
+    """Returns experts that a token did not take, each once; its own where there are no more.
+
+    Kernels count on experts that differ.
+    """
+    experts, chosen = int(numbers.max()) + 1, numbers.shape[1]
+    taken = torch.zeros(len(numbers), experts, dtype=torch.uint8, device=numbers.device)
+    unused = taken.scatter(1, numbers.long(), 1).argsort(dim=1, stable=True)[:, :chosen]
+    place = torch.arange(chosen, device=numbers.device)
+    return unused.to(numbers.dtype).where(place < experts - chosen, numbers)
