@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import support.engines
-from support.quantity_plans import wrong_plans
+from support.quantity_plans import check_router, differing, wrong_plans
 from support.serving import EOS, random_jobs, save_model, wrong_answers
 
 NEW = 12
@@ -37,6 +37,9 @@ def main() -> None:
     jobs = random_jobs(found.requests, found.seed)
     answers = serve(local, jobs, found.seed, NEW, found.aborted)
     wrong = wrong_answers(model, jobs, answers, NEW)
+    table = local.worker.loaded_model().modules.named.table
+    if "@router.1" in table:
+        check_router(model, lambda asked: serve_plans(local, asked))
     batches = [each for each in local.sent if hasattr(each, "rids")]
     numbers = {
         "answered": len(answers),
@@ -56,6 +59,7 @@ def main() -> None:
         ),
         "steps": local.worker.steps,
         "wrong_plans": wrong_plans(model, lambda asked: serve_plans(local, asked)),
+        "differing": sorted(differing(model, table)),
         "open": len(local.worker.requests),
     }
     print(json.dumps(numbers))
