@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, ModuleTable
-from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.observing import CallingForward, observe
 from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)
@@ -207,6 +207,73 @@ def test_layers_that_hide_the_sum_prove_nothing() -> None:
     assert re.match(expected, named.table.missing["resid_post.1"])
     with pytest.raises(fh.SelectionError, match=r"@mlp_out.1 is not proved.*" + expected):
         named.table.matching("@mlp_out.1")
+
+
+class Experts(nn.Module):
+    """Experts of which an engine calls a method, with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def compute(self, x: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
+        each = torch.einsum("pd,pkde->pke", x, self.down[numbers]).tanh()
+        return (each * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Mixture whose experts have the numbers of the router, or others."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.gate, self.experts, self.other = Projection(WIDTH, 4), Experts(), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, numbers = self.gate(x)[0].softmax(-1).topk(2, -1)
+        numbers = ((numbers + self.other) % 4).int()
+        out: Tensor = self.experts.compute(numbers=numbers, x=x, weights=weights)
+        return out
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = Model()
+    for layer in model.layers:
+        layer.mlp = Mixture(other)
+        if called:
+            experts = layer.mlp.experts
+            experts.forward = experts.compute = CallingForward(experts, "compute")
+    model.requires_grad_(requires_grad=False)
+    expected = model(IDS)
+    modules = observe(model, lambda: model(IDS), heads_of)
+    modules = modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
+    assert torch.equal(model(IDS), expected)
+    table = modules.named.table
+    names = ["@experts.1", "@expert_weights.1"]
+    if not called or other:
+        reason = "its router is not proved" if called else "no module takes the numbers"
+        assert all(reason in table.missing[name.removeprefix("@")] for name in names)
+        assert "@router.1" not in table
+        return
+    assert [table[name].place for name in names] == [
+        "layers.1.mlp.experts input[2]",
+        "layers.1.mlp.experts input[1]",
+    ]
+    assert all(table[name].writable for name in [*names, "@router.1"])
+    front = ModuleTable.from_json(modules.to_json())
+    plan = rewritten(
+        fh.Plan(fh.on("@router.1", fh.Scale(-1.0)), fh.keep(["@router.1", *names])), front
+    )
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model(IDS)
+    acts = request.acts
+    weights, numbers = acts["@router.1"].softmax(-1).topk(2, -1)
+    assert torch.equal(acts["@experts.1"], numbers.int())
+    torch.testing.assert_close(acts["@expert_weights.1"], weights)
+    with pytest.raises(ValueError, match=r"@experts.1 has the numbers of experts, which no inter"):
+        rewritten(fh.Plan(fh.on("@experts.1", fh.Zero())), front)
 
 
 def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

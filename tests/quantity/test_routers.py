@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -315,6 +315,59 @@ class Capped(Experts):
             assert numbers.shape == weights.shape == (len(x), 4)
         mixed = super().forward(x, numbers, weights)
         return mixed + 0.01 * x if self.how == "shared" else mixed
+
+
+class Selected(NamedTuple):
+    weights: Tensor
+    numbers: Tensor
+
+
+class Select(nn.Module):
+    def forward(self, logits: Tensor) -> Selected:
+        return Selected(*logits.softmax(-1).topk(2, -1))
+
+
+class Kernel(Experts):
+    """Experts that take both in one argument, count each expert of a token, change x in place."""
+
+    def forward(self, x: Tensor, selected: Selected) -> Tensor:  # type: ignore[override]
+        ordered = selected.numbers.sort(-1).values
+        assert bool((ordered[:, 1:] != ordered[:, :-1]).all())
+        return x.copy_(super().forward(x, selected.numbers, selected.weights))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_experts_take_in_a_named_tuple_stands_where_it_is_returned(again: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.topk, self.experts = nn.Linear(8, 4), Select(), Kernel()
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            logits = self.gate(flat)
+            selected = self.topk(logits)
+            if again:  # what is written to its output goes no further
+                selected = Selected(*logits.softmax(-1).topk(2, -1))
+            mixed: Tensor = self.experts(flat.clone(), selected)
+            return x + mixed.view_as(x)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 5, 8)
+    table = fh.quantities(model, x)
+    assert table["@router.1"].writable
+    numbers, weights = table["@experts.1"], table["@expert_weights.1"]
+    assert (numbers.place, weights.place) == ("1.topk output[1]", "1.topk output[0]")
+    assert numbers.writable is weights.writable is not again
+    if again:
+        return
+    with torch.no_grad(), fh.capture(model, ["@router.1", "@experts.1"]) as acts:
+        model(x)
+    assert torch.equal(acts["@experts.1"], acts["@router.1"].topk(2, -1).indices)
+    hooks = {"@expert_weights.1": fh.Zero()}
+    with torch.no_grad():
+        output, acts = fh.run(model, x, hooks=hooks, capture=["@resid_pre.1"])
+    assert torch.equal(output, acts["@resid_pre.1"])
 
 
 @pytest.mark.parametrize("square", [True, False])
