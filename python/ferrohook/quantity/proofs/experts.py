@@ -58,6 +58,12 @@ class _Chosen(NamedTuple):
     sites: tuple[ObservedTensor, ...]
     """Where hooks see them."""
     shape: tuple[int, ...]
+    experts: int
+    """Number of the experts, as far as tokens take them."""
+
+    def write_numbers(self, numbers: Tensor) -> Tensor:
+        """Returns other experts, in another order."""
+        return _others(numbers, self.experts).roll(1, 1)
 
 
 def prove_experts(
@@ -78,7 +84,7 @@ def prove_experts(
     residuals = _residuals(subject, [*found.values()]) if found else {}
     missing = {each: it for each, it in chosen.items() if isinstance(it, str)}
     proved = []
-    for each, (path, _, sites, shape) in found.items():
+    for each, (path, _, sites, shape, _) in found.items():
         residual = residuals.get(path)
         if residual is None and each.routed is None:
             missing[each] = _OTHER
@@ -104,8 +110,8 @@ def _chosen_in(look: Look, mixture: Mixture) -> _Chosen | str:
                 continue
             if not bool(each.weights.all()):
                 return _ALL
-            parts = [site.part for site in each.sites]
-            return _Chosen(each.path, parts, sites, tuple(each.weights.shape))
+            parts, shape = [site.part for site in each.sites], tuple(each.weights.shape)
+            return _Chosen(each.path, parts, sites, shape, int(each.numbers.max()) + 1)
     return _NOWHERE
 
 
@@ -142,7 +148,7 @@ class _Writing:
         self._chosen = {each.path: each for each in chosen}
         self._changes: dict[ObservedTensor, Callable[[Tensor], Tensor]] = {}
         for each in chosen:
-            self._changes.update(zip(each.sites, (_others, noise(0.5)), strict=True))
+            self._changes.update(zip(each.sites, (each.write_numbers, noise(0.5)), strict=True))
         self._written: dict[ObservedTensor, Tensor] = {}
         self._calls: dict[str, tuple[Any, Any]] = {}
         """Arguments of modules with experts, which may change their own in place."""
@@ -188,11 +194,12 @@ class _Writing:
         written = [self._written.get(site) for site in chosen.sites]
         if any(it is not other for it, other in zip(taken, written, strict=True)):
             return
-        others = _others(numbers)
+        others = _others(numbers, chosen.experts)
         half = torch.arange(numbers.shape[1], device=numbers.device) % 2 == 0
         parts = [mixed(numbers.where(it, others), weights * it) for it in (half, ~half)]
         residual, limit = differ(output, parts[0] + parts[1]), tolerance(output)
-        if residual <= limit and differ(output, mixed(others, weights)) > SIGNIFICANT * limit:
+        other = mixed(chosen.write_numbers(numbers), weights)
+        if residual <= limit and differ(output, other) > SIGNIFICANT * limit:
             self.residuals[chosen.path] = residual
 
 
@@ -204,12 +211,12 @@ def _copied(
     return with_inputs(args, kwargs, {part: it.clone() for part, it in tensors.items()})
 
 
-def _others(numbers: Tensor) -> Tensor:
+def _others(numbers: Tensor, experts: int) -> Tensor:
     """Returns experts that a token did not take, each once; its own where there are no more.
 
     Kernels count on experts that differ.
     """
-    experts, chosen = int(numbers.max()) + 1, numbers.shape[1]
+    chosen = numbers.shape[1]
     taken = torch.zeros(len(numbers), experts, dtype=torch.uint8, device=numbers.device)
     unused = taken.scatter(1, numbers.long(), 1).argsort(dim=1, stable=True)[:, :chosen]
     place = torch.arange(chosen, device=numbers.device)
