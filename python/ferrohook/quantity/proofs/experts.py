@@ -211,12 +211,13 @@ def _copied(
     return with_inputs(args, kwargs, {part: it.clone() for part, it in tensors.items()})
 
 
-def _others(numbers: Tensor, experts: int) -> Tensor:
+def _others(numbers: Tensor, least: int) -> Tensor:
     """Returns experts that a token did not take, each once; its own where there are no more.
 
     Kernels count on experts that differ.
     """
-    chosen = numbers.shape[1]
+    # What is written in the blocks before may have others chosen than in the look.
+    experts, chosen = max(least, int(numbers.max()) + 1), numbers.shape[1]
     taken = torch.zeros(len(numbers), experts, dtype=torch.uint8, device=numbers.device)
     unused = taken.scatter(1, numbers.long(), 1).argsort(dim=1, stable=True)[:, :chosen]
     place = torch.arange(chosen, device=numbers.device)
