@@ -72,17 +72,21 @@ class CallingForward:
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self._module = module
         self._computes: Callable[..., Any] = getattr(module, name)
-        self._signature = inspect.signature(self._computes)
+        parameters = inspect.signature(self._computes).parameters.values()
+        self._names = [it.name for it in parameters if it.kind is it.POSITIONAL_OR_KEYWORD]
         self._is_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         if self._is_called:
             return self._computes(*args, **kwargs)
+        for name in self._names[len(args) :]:
+            if name not in kwargs:
+                break
+            args = (*args, kwargs.pop(name))
         self._is_called = True
-        bound = self._signature.bind(*args, **kwargs)
         try:
-            return self._module(*bound.args, **bound.kwargs)
+            return self._module(*args, **kwargs)
         finally:
             self._is_called = False
 
