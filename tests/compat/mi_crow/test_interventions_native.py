@@ -29,7 +29,7 @@ EACH = [
 
 
 @pytest.mark.parametrize("hook_type", ["forward", "pre_forward"])
-@pytest.mark.parametrize("intervention", EACH, ids=lambda each: each.kind)
+@pytest.mark.parametrize("intervention", EACH, ids=lambda each: type(each).__name__)
 def test_an_intervention_on_a_layer(intervention: Any, hook_type: str) -> None:
     linear = nn.Linear(4, 4)
     layers = fi.Layers(nn.Sequential(linear))
