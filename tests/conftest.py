@@ -49,10 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
 def pytest_configure(config: pytest.Config) -> None:
     from support import amounts  # noqa: PLC0415 (registered for rewriting above)
 
     amounts.everything = config.getoption("whole")
+    if config.getoption("whole") and config.getoption("timeout") is None:
+        config.option.timeout = 1_800  # thousands of examples, on a machine that others use too
     if config.getoption("other_blas"):
         import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
 
