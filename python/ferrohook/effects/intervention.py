@@ -26,6 +26,10 @@ KINDS: Final[dict[str, type[Intervention]]] = {}
 """The kinds of interventions by name, those of users included."""
 
 
+def _as_it_is(vector: Tensor) -> Tensor:
+    return vector
+
+
 class Intervention(InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.
 
@@ -87,6 +91,20 @@ class Intervention(InterventionBase):
     homogeneous: ClassVar[bool] = False
     """True if it does the same to any multiple of the tensor."""
 
+    formula: ClassVar[Callable[..., Tensor]]
+    """Returns a tensor, changed: called with it, the vector and the numbers, as far as there are.
+
+    The only place that says what a kind does: calls, batches and graphs call it. A tensor of a kind
+    with operands is of floating point, and the vector has been prepared, and has its dtype. In a
+    batch operands have a row for each row of the tensor, and broadcast; in a graph numbers are
+    tensors without a dimension.
+    """
+    prepare: ClassVar[Callable[..., Tensor]] = staticmethod(_as_it_is)
+    """Returns the vector as the formula takes it, scaled, say, or of unit length.
+
+    Called with the vector and the numbers of `scale_fields`, before the vector is cast.
+    """
+
     output_index: Any
     values: tuple[Any, ...]
     _made: Made | None
@@ -97,7 +115,7 @@ class Intervention(InterventionBase):
     def __new__(  # noqa: D102 (see the class)
         cls, *values: Any, output_index: OutputIndex = None, **named: Any
     ) -> Self:
-        if cls.formula is Intervention.formula:
+        if not hasattr(cls, "formula"):
             msg = f"{cls.__name__} is abstract: take a kind such as Add, or define its formula"
             raise HookTypeError(msg)
         given = dict(zip(cls.fields, values, strict=False)) | named
@@ -130,7 +148,7 @@ class Intervention(InterventionBase):
         super().__init_subclass__(**options)
         vector = () if cls.vector_field is None else (cls.vector_field,)
         cls.fields = vector + cls.scale_fields + cls.number_fields
-        if cls.formula is Intervention.formula:
+        if not hasattr(cls, "formula"):
             return  # a base of others
         cls._untraced = untraced_copy(cls.formula, "native code calls it")
         known = KINDS.get(cls.__name__)
@@ -139,30 +157,6 @@ class Intervention(InterventionBase):
             msg = f"an intervention called {cls.__name__} is defined in {known.__module__}"
             raise HookTypeError(msg)
         KINDS[cls.__name__] = cls
-
-    @staticmethod
-    def formula(x: Tensor, *operands: Any) -> Tensor:
-        """Returns a tensor, changed.
-
-        The only place that says what a kind does: calls, batches and graphs read it.
-
-        Args:
-            x: the tensor; of floating point if the kind has operands.
-            operands: the vector, prepared and in the dtype of the tensor, if the kind has one, and
-                the numbers. In a batch they have a row for each row of the tensor, and broadcast;
-                in a graph numbers are tensors without a dimension.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def prepare(vector: Tensor, *_scales: Any) -> Tensor:
-        """Returns the vector as the formula takes it, before it is cast: scaled, or of unit length.
-
-        Args:
-            vector: as it was passed.
-            _scales: numbers of `scale_fields`.
-        """
-        return vector
 
     def on_multiple(self, _multiplier: float) -> Self | None:
         """Returns the intervention for a tensor of which a multiple is to change as this one says.
@@ -336,8 +330,8 @@ def _checked(cls: type[Intervention], name: str, value: Any) -> Any:
     """Validates an argument."""
     if name == cls.vector_field:
         return _vector(cls, name, value)
-    if value is None and cls.absent:
-        return None
+    if cls.absent and value is None:
+        return value
     expect(value, int | float, f"{name} of {cls.__name__} is a number")
     number = float(value)
     if math.isnan(number):
