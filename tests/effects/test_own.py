@@ -1,4 +1,4 @@
-"""A kind of intervention that a user defines, wherever those of the package work."""
+"""A kind of intervention that a user defines, wherever the built-in kinds work."""
 
 from __future__ import annotations
 

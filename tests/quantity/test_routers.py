@@ -347,7 +347,7 @@ def test_what_experts_take_in_a_named_tuple_stands_where_it_is_returned(again: b
             flat = x.flatten(0, 1)
             logits = self.gate(flat)
             selected = self.topk(logits)
-            if again:  # what is written to its output goes no further
+            if again:  # a write to its output goes no further
                 selected = Selected(*logits.softmax(-1).topk(2, -1))
             mixed: Tensor = self.experts(flat.clone(), selected)
             return x + mixed.view_as(x)

@@ -69,7 +69,7 @@ def plans_of_mixtures() -> dict[str, fh.Plan]:
         "read the experts": fh.Plan(fh.keep(MIXED)),
         "read the experts of the prompt": fh.Plan(fh.keep(MIXED, at="prompt")),
         "other weights": fh.Plan(fh.on("@expert_weights.1", fh.Scale(0.5)), kept),
-        "other weights of what is generated": fh.Plan(
+        "other weights of generated tokens": fh.Plan(
             fh.on("@expert_weights.1", fh.Scale(-2.0), at="generated"), kept
         ),
         "other experts": fh.Plan(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXACT: Final = {torch.float64, torch.complex128}
 """Dtypes with which numbers are computed in float64; in float32 with others."""
 KINDS: Final[dict[str, type[Intervention]]] = {}
-"""The kinds of interventions by name, those of users included."""
+"""The kinds of interventions by name, with the kinds that users define."""
 
 
 def _as_it_is(vector: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Intervention(InterventionBase):
     formula: ClassVar[Callable[..., Tensor]]
     """Returns a tensor, changed: called with it, the vector and the numbers, as far as there are.
 
-    The only place that says what a kind does: calls, batches and graphs call it. A tensor of a kind
+    The only definition of the kind's change: calls, batches and graphs call it. A tensor of a kind
     with operands is of floating point, and the vector has been prepared, and has its dtype. In a
     batch operands have a row for each row of the tensor, and broadcast; in a graph numbers are
     tensors without a dimension.
@@ -198,7 +198,7 @@ class Intervention(InterventionBase):
         """Returns its form in a trace: class, part, vector, the vector on each GPU, numbers.
 
         The vectors on GPUs are prepared. None of a vector that is trained, whose copies are in the
-        graph. The numbers are those of the vector, and those of the formula.
+        graph. The numbers are the scales of the vector, then the numbers of the formula.
         """
         vector = self.vector
         on_gpus = None

@@ -1,6 +1,6 @@
 """Parts of a module's value that `output_index` names, found and replaced as native code does.
 
-Dynamo traces these functions; those of native code stand in `rust/py/src/torch/tensors.rs`.
+Dynamo traces these functions; native code has its own in `rust/py/src/torch/tensors.rs`.
 """
 
 from __future__ import annotations

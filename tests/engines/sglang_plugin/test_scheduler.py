@@ -385,7 +385,7 @@ def test_requests_that_are_cancelled_in_the_queue_close_their_plans(local: Local
         gc.enable()
     ends = [each["finish"] for each in found.values()]
     assert all(not end or end["type"] == "abort" for end in ends)
-    assert counts[0] < len(jobs) / 2  # those that run, until their next step
+    assert counts[0] < len(jobs) / 2  # the running requests, until their next step
     assert opened(local) == 0
 
 

@@ -46,7 +46,7 @@ class Servers(NamedTuple):
     ranks: int
 
     def ask(self, method: str, path: str, **sent: Any) -> httpx.Response:
-        """Sends a request over a connection of its own."""
+        """Sends a request over a new connection."""
         headers = KEY | sent.pop("headers", {})
         url = f"{self.address}{path}"
         return httpx.request(method, url, headers=headers, timeout=300, **sent)

@@ -42,7 +42,7 @@ async def call_async(engine: Any, name: str, *args: Any) -> list[bytes]:
 
 
 def found(answers: Iterable[bytes]) -> bytes:
-    """Returns the answer of the worker that has what was asked for; empty if none has."""
+    """Returns the answer of the worker that has the captures; empty if none has."""
     return next(filter(None, answers), b"")
 
 

@@ -136,7 +136,7 @@ async def connect_async(engine: Any) -> FrontEnd:
 async def sync(engine: Any, front_end: FrontEnd) -> None:
     """Takes over what other API servers of an `AsyncLLM` uploaded."""
     if front_end.servers > 1:
-        # The first rank says what a name means; the others have the vectors too.
+        # The first rank resolves a name; the others have the vectors too.
         data, *_ = await call_async(engine, "uploaded", front_end.vectors.digests())
         front_end.vectors.sync(data)
 

@@ -302,7 +302,7 @@ def _name(args: tuple[Any, ...], name: str) -> str | Hidden:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the arguments of a call, and the fields of those that are named tuples, by part."""
+    """Yields the arguments of a call, and the fields of named tuples among them, by part."""
     found: dict[Any, Any] = {_key(args, place): each for place, each in enumerate(args)}
     found |= {_name(args, name): each for name, each in kwargs.items()}
     for part, each in found.items():

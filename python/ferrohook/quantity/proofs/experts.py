@@ -118,7 +118,7 @@ def _chosen_in(look: Look, mixture: Mixture) -> _Chosen | str:
 def _seen(
     look: Look, weighed_: Weighed, *taken: ObservedTensor
 ) -> tuple[ObservedTensor, ...] | None:
-    """Returns where hooks see what a module takes: there, or where another module returns it."""
+    """Returns where hooks see an input of a module: there, or where another module returns it."""
     if not any(isinstance(site.part, Hidden) for site in taken):
         return taken
     source = look.source(look.sites[taken[1]].value, weighed_.start)
@@ -154,7 +154,7 @@ class _Writing:
         """Arguments of modules with experts, which may change their own in place."""
 
     def before(self, path: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Writes to what a module takes."""
+        """Writes to an input of a module."""
         changed = self._changed(path, inputs_of(args, kwargs), inputs=True)
         call = with_inputs(args, kwargs, changed)
         if path not in self._chosen:
@@ -163,7 +163,7 @@ class _Writing:
         return _copied(*call)
 
     def after(self, path: str, module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        """Checks what a module returns, or writes to it."""
+        """Checks an output of a module, or writes to it."""
         if path in self._chosen and isinstance(output, Tensor):
             self._check(self._chosen[path], module, output)
         for part, tensor in self._changed(path, outputs_of(output), inputs=False).items():
