@@ -18,10 +18,10 @@ from ferrohook.captures.capture import STOPPED as STOPPED
 from ferrohook.captures.capture import capture as capture
 from ferrohook.data.collect import Collected as Collected
 from ferrohook.data.collect import collect as collect
-from ferrohook.effects.intervention import Intervention as Intervention
 from ferrohook.effects.interventions import Ablate as Ablate
 from ferrohook.effects.interventions import Add as Add
 from ferrohook.effects.interventions import Clamp as Clamp
+from ferrohook.effects.interventions import Intervention as Intervention
 from ferrohook.effects.interventions import Replace as Replace
 from ferrohook.effects.interventions import Scale as Scale
 from ferrohook.effects.interventions import Zero as Zero

@@ -18,7 +18,7 @@ from support.modules import Echo
 WIDTH = 6
 
 
-class Soften(fh.Intervention):
+class Damp(fh.Intervention):
     """Scales the component along a direction."""
 
     vector_field = "direction"
@@ -68,7 +68,7 @@ def model_of(*modules: nn.Module) -> nn.Module:
 
 
 HOOKS = {
-    "soften": lambda width=WIDTH: Soften(torch.randn(width), 0.25),
+    "damp": lambda width=WIDTH: Damp(torch.randn(width), 0.25),
     "inside": lambda width=WIDTH: Inside(torch.randn(2, width), factor=-1.5),
 }
 kinds = pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
@@ -106,7 +106,7 @@ def test_in_a_batch_beside_others(make: Any) -> None:
     with fh.batch(dict(zip(requests, rows, strict=True))):
         changed = model(x)
     for hook, own in zip(hooks, rows, strict=True):
-        own_kind = isinstance(hook, Soften | Inside)
+        own_kind = isinstance(hook, Damp | Inside)
         expected = by_hand(hook, plain[own]) if own_kind else hook.apply(plain[own])
         torch.testing.assert_close(changed[own], expected)
 
@@ -207,16 +207,16 @@ def test_in_continuous_batching(make: Any) -> None:
 
 def test_wrong_arguments() -> None:
     for arguments, words in (
-        ((), "Soften takes direction, factor, got none"),
+        ((), "Damp takes direction, factor, got none"),
         ((torch.ones(3),), "got direction"),
         ((torch.ones(3), 1.0, 2.0), "takes direction, factor"),
-        ((3.0, 1.0), "direction of Soften is a tensor"),
-        ((torch.ones(3), None), "factor of Soften is a number"),
+        ((3.0, 1.0), "direction of Damp is a tensor"),
+        ((torch.ones(3), None), "factor of Damp is a number"),
     ):
         with pytest.raises(HookTypeError, match=words):
-            Soften(*arguments)
+            Damp(*arguments)
     with pytest.raises(HookTypeError, match="takes direction, factor, got direction, strength"):
-        Soften(torch.ones(3), strength=1.0)
+        Damp(torch.ones(3), strength=1.0)
     with pytest.raises(HookTypeError, match="abstract"):
         fh.Intervention()
 

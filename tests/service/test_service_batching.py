@@ -195,7 +195,8 @@ def test_capabilities(client: Any) -> None:
     answer = client.get("/capabilities").json()
     assert answer["ferrohook"] == fh.__version__
     assert answer["plan_version"] == 1
-    assert answer["interventions"] == ["Ablate", "Add", "Clamp", "Replace", "Scale", "Zero"]
+    assert answer["interventions"] == sorted(answer["interventions"])  # other tests define some
+    assert {"Ablate", "Add", "Clamp", "Replace", "Scale", "Zero"} <= {*answer["interventions"]}
     assert answer["batch"] == {
         "max_requests": SETTINGS.max_requests,
         "max_texts": SETTINGS.max_texts,

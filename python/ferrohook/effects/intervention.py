@@ -27,6 +27,7 @@ KINDS: Final[dict[str, type[Intervention]]] = {}
 
 
 def _as_it_is(vector: Tensor) -> Tensor:
+    """Returns the vector as the formula takes it: scaled, say, or of unit length."""
     return vector
 
 
@@ -178,10 +179,10 @@ class Intervention(InterventionBase):
 
     def vector_as(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns the vector, ready for use, as values of tensors of this type on this device."""
-        self.check_dtype(dtype)
+        self._check_dtype(dtype)
         return _on_device(*self._operands, device, dtype)
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
+    def _check_dtype(self, dtype: torch.dtype) -> None:
         """Raises unless it can change tensors of this type."""
         check_dtypes(type(self), dtype, self.vector)
 
@@ -307,7 +308,7 @@ def _on_device(  # noqa: PLR0913, PLR0917 (a vector and where it goes)
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(Intervention, "vector_as", "native code calls it")
-never_trace(Intervention, "check_dtype", "native code calls it")
+never_trace(Intervention, "_check_dtype", "native code calls it")
 never_trace(Intervention, "_traced", "native code calls it")
 never_trace(Intervention, "_tables", "native code calls it")
 never_trace(sys.modules[__name__], "_on_device", "native code calls it")

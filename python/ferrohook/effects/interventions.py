@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ferrohook.effects.intervention import EXACT, Intervention
-from ferrohook.effects.intervention import KINDS as KINDS  # has the kinds below too
+from ferrohook.effects.intervention import EXACT
+from ferrohook.effects.intervention import KINDS as KINDS  # from here they have the kinds below
+from ferrohook.effects.intervention import Intervention as Intervention
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:

@@ -375,7 +375,7 @@ impl<'py> Change<'_, 'py> {
         let dtype = x.getattr(intern!(self.py(), "dtype"))?;
         if !Facts::is_float(&dtype)? {
             self.intervention
-                .call_method1(intern!(self.py(), "check_dtype"), (dtype,))?;
+                .call_method1(intern!(self.py(), "_check_dtype"), (dtype,))?;
         }
         Ok(())
     }
