@@ -224,7 +224,7 @@ def _intervene(row: tuple[Any, ...], value: Any) -> Any:
 def _on_device_of(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     # A sum takes a number of the host on any device, without a copy.
     exact = torch.float64 if x.dtype in EXACT else torch.float32
-    return torch.zeros((), dtype=exact, device=x.device) + number.to(exact)
+    return x.new_zeros((), dtype=exact) + number.to(exact)
 
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:
