@@ -16,6 +16,7 @@ from torch.masked import masked_tensor
 
 import ferrohook as fh
 from ferrohook.compat import transformer_lens as points
+from ferrohook.effects.parts import change_part
 from support.modules import Echo
 from support.plans import Net, by_hand, part_by_hand
 
@@ -192,13 +193,15 @@ def test_parts(make: Any) -> None:
     ]
     for value, part, read in values:
         intervention = make(vector, output_index=part)
-        changed = applied(intervention, value)
-        assert type(changed) is type(value)
-        assert changed is not value
-        hidden, same = read(changed)
-        assert same is other
-        assert torch.equal(hidden, by_hand(intervention, x))
-        assert read(value)[0] is x
+        by_native = applied(intervention, value)
+        by_twin = change_part(value, part, lambda tensor: by_hand(intervention, tensor))  # noqa: B023 (called at once)
+        for changed in (by_native, by_twin):
+            assert type(changed) is type(value)
+            assert changed is not value
+            hidden, same = read(changed)
+            assert same is other
+            assert torch.equal(hidden, by_hand(intervention, x))
+            assert read(value)[0] is x
 
 
 @kinds

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ferrohook.analysis.calls import score
 from ferrohook.attach.never_fired import explain
-from ferrohook.effects.parts import change_part, part_of
+from ferrohook.effects.parts import part_of, with_part
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.spelling import from_lens
 from ferrohook.quantity import places_of, quantities
@@ -115,7 +115,7 @@ class Targets:
             if new is None:
                 return value
             if part is not None:
-                return change_part(value, part, lambda _: new)
+                return with_part(value, part, new)
             return map_tensors(lambda tensor: new if tensor is found else tensor, value)
 
         if self._phase == "forward":

@@ -78,6 +78,11 @@ def change_part(
     return _with_part(value, part, changed(found))
 
 
+def with_part(value: Any, part: Any, tensor: Tensor) -> Any:
+    """Returns a value with the part replaced that `output_index` names."""
+    return change_part(value, part, lambda _: tensor)
+
+
 def _with_part(value: Any, part: Any, item: Any) -> Any:
     """Copies a value with a part replaced."""
     if isinstance(value, tuple):
@@ -94,7 +99,7 @@ def _with_part(value: Any, part: Any, item: Any) -> Any:
         # Dynamo traces the copy of an object with slots, but cannot return it.
         msg = f"a {type(value).__name__} is changed outside of graphs"
         raise HookTypeError(msg)
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         # The index of a transformers `ModelOutput`.
         copied[part if part in value else list(value)[part]] = item
     elif isinstance(value, list):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ferrohook._core import NativeHook, TypedHook
 from ferrohook.effects.intervention import Intervention
-from ferrohook.effects.parts import change_part, part_of
+from ferrohook.effects.parts import part_of, with_part
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Written:
         new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
             new = place.head.replaced(tensor, new.to(tensor.dtype))
-        return change_part(value, place.part, lambda _tensor: new)
+        return with_part(value, place.part, new)
 
     def _check(self, new: Any, tensor: Tensor) -> None:
         if not self._place.writable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import threading
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook.effects.parts import SUM
+from ferrohook.effects.parts import SUM, with_part
 from ferrohook.util.tensors import parts
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class Look:
         self.calls.append(ModuleCall(path, start, self._time, inputs, outputs))
         changed = self._changed(path, tensors, inputs=False)
         for part, tensor in changed.items():
-            output = with_output(output, part, tensor)
+            output = with_part(output, part, tensor)
         return output
 
     def _returned(self, output: Any) -> dict[Any, Tensor]:
@@ -336,18 +335,3 @@ def with_inputs(
 def outputs_of(output: Any) -> Iterable[tuple[Any, Any]]:
     """Returns the parts of an output by their keys; one that is a tensor by None."""
     return [(None, output)] if isinstance(output, Tensor) else parts(output) or ()
-
-
-def with_output(output: Any, part: Any, tensor: Tensor) -> Any:
-    """Returns an output with one part replaced."""
-    if part is None:
-        return tensor
-    if part == SUM and isinstance(output, tuple):
-        return type(output)((tensor - output[1], output[1]))
-    if isinstance(output, tuple):
-        items = [tensor if key == part else each for key, each in enumerate(output)]
-        make: Callable[[list[Any]], Any] = getattr(output, "_make", type(output))
-        return make(items)
-    copied = copy.copy(output)
-    copied[part] = tensor
-    return copied

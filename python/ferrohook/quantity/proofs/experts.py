@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ferrohook.effects.parts import with_part
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import SIGNIFICANT, differ, tolerance
 from ferrohook.quantity.anatomy.observe import (
@@ -21,7 +22,6 @@ from ferrohook.quantity.anatomy.observe import (
     observing,
     outputs_of,
     with_inputs,
-    with_output,
 )
 from ferrohook.quantity.proofs.proved import Proved
 from ferrohook.quantity.proofs.routers import SEVERAL, has_several, weighed
@@ -167,7 +167,7 @@ class _Writing:
         if path in self._chosen and isinstance(output, Tensor):
             self._check(self._chosen[path], module, output)
         for part, tensor in self._changed(path, outputs_of(output), inputs=False).items():
-            output = with_output(output, part, tensor)
+            output = with_part(output, part, tensor)
         return output
 
     def _changed(
@@ -216,7 +216,7 @@ def _others(numbers: Tensor, least: int) -> Tensor:
 
     Kernels count on experts that differ.
     """
-    # What is written in the blocks before may have others chosen than in the look.
+    # Writes in earlier blocks may choose experts that the look has not seen.
     experts, chosen = max(least, int(numbers.max()) + 1), numbers.shape[1]
     taken = torch.zeros(len(numbers), experts, dtype=torch.uint8, device=numbers.device)
     unused = taken.scatter(1, numbers.long(), 1).argsort(dim=1, stable=True)[:, :chosen]
