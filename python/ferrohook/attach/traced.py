@@ -27,7 +27,7 @@ from ferrohook._core import HookedBase, record
 from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.backward import UNTRACED, BackwardPass
 from ferrohook.attach.dynamo import patch_dynamo
-from ferrohook.effects.intervention import EXACT, check_dtypes
+from ferrohook.effects.intervention import check_dtypes, number_dtype
 from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookTypeError
 from ferrohook.util.never_trace import after_dynamo_import, never_trace_frame
@@ -223,8 +223,8 @@ def _intervene(row: tuple[Any, ...], value: Any) -> Any:
 
 def _on_device_of(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     # A sum takes a number of the host on any device, without a copy.
-    exact = torch.float64 if x.dtype in EXACT else torch.float32
-    return x.new_zeros((), dtype=exact) + number.to(exact)
+    dtype = number_dtype(x.dtype)
+    return x.new_zeros((), dtype=dtype) + number.to(dtype)
 
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:

@@ -27,7 +27,7 @@ KINDS: Final[dict[str, type[Intervention]]] = {}
 
 
 def _as_it_is(vector: Tensor) -> Tensor:
-    """Returns the vector as the formula takes it: scaled, say, or of unit length."""
+    """Returns the vector as the formula takes it; by default unchanged."""
     return vector
 
 
@@ -101,7 +101,7 @@ class Intervention(InterventionBase):
     tensors without a dimension.
     """
     prepare: ClassVar[Callable[..., Tensor]] = staticmethod(_as_it_is)
-    """Returns the vector as the formula takes it, scaled, say, or of unit length.
+    """Returns the vector as the formula takes it: scaled or of unit length, for example.
 
     Called with the vector and the numbers of `scale_fields`, before the vector is cast.
     """
@@ -222,8 +222,8 @@ class Intervention(InterventionBase):
         device: torch.device,
     ) -> tuple[Tensor, ...]:
         """Returns tensors with a row for each of some interventions, operand by operand."""
-        if not vectors:  # as exact as a number that multiplies a tensor
-            dtype = torch.float64 if dtype in EXACT else torch.float32
+        if not vectors:
+            dtype = number_dtype(dtype)
         with torch.inference_mode(mode=False):  # a later call may record a graph
             made = [to_device(torch.tensor(each, dtype=dtype)[:, None], device) for each in columns]
             return (torch.stack(vectors), *made) if vectors else tuple(made)
@@ -267,6 +267,11 @@ class Intervention(InterventionBase):
         if self.output_index is not None:
             shown.append(f"output_index={self.output_index!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def number_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that is as exact as a number that multiplies a tensor of a dtype."""
+    return torch.float64 if dtype in EXACT else torch.float32
 
 
 def check_dtypes(cls: type[Intervention], dtype: torch.dtype, vector: Tensor | None = None) -> None:

@@ -194,11 +194,11 @@ impl InterventionGroup {
             rows.push(spread(&table, &self.selection, x, dim)?);
         }
         let changed = change.by(x, &PyTuple::new(py, rows)?)?;
-        // The numbers may be of a wider dtype.
-        let dtype = x.getattr(intern!(py, "dtype"))?;
-        if changed.getattr(intern!(py, "dtype"))?.is(&dtype) {
+        if this.dims.is_some() {
             return Ok(changed);
         }
+        // Without a vector the numbers may be of a wider dtype.
+        let dtype = x.getattr(intern!(py, "dtype"))?;
         changed.call_method1(intern!(py, "to"), (dtype,))
     }
 
