@@ -82,6 +82,7 @@ class VLLMRoutes(EngineRoutes):
         if (await self._front_end()).servers > 1:
             # They read the names from one rank, so all ranks have the vectors before.
             await call_async(self._engine, "put", data, {})
+            data = packed({}, {})
         await call_async(self._engine, "put", data, digests)
 
     async def _discard(self, digest: str, name: str = "") -> None:
