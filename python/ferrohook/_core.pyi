@@ -230,6 +230,7 @@ class Attachment:
         scope: Frame | None = None,
         names: list[str] | None = None,
         entry: int | None = None,
+        guard: bool = False,
     ) -> list[HookHandle]: ...
     def adopt(self, modules: list[Any], handles: list[HookHandle]) -> None: ...
     def release_with(self, scope: Frame) -> None: ...
@@ -447,16 +448,32 @@ class RootCalls(NativeHook):
 
 class _Place(Protocol):
     @property
-    def capture(self) -> int: ...
+    def capture(self) -> int | None: ...
     @property
     def mask(self) -> int | None: ...
+    @property
+    def tracker(self) -> TokenTracker | None: ...
 
 class _PreparedPlan(Protocol):
     fired: bool
     warned: bool
 
 @disjoint_base
-class RequestBase(Frame):
+class TokenTracker(Frame):
+    def __new__(cls, *_others: object) -> Self: ...
+    def set_masks(
+        self,
+        masks: tuple[Any, ...],
+        tokens: Any = None,
+        positions: Any = None,
+        sequences: int = ...,
+    ) -> None: ...
+    @property
+    def tokens_around(self) -> Any: ...  # `tokens` of `set_masks`
+    def inherit_tokens(self) -> None: ...
+
+@disjoint_base
+class RequestBase(TokenTracker):
     def __new__(
         cls,
         shared: Frame,
@@ -470,16 +487,6 @@ class RequestBase(Frame):
     @property
     def _plan(self) -> Any: ...  # the one that it was made with
     def _collector(self, capture: int) -> Collector: ...
-    def set_masks(
-        self,
-        masks: tuple[Any, ...],
-        tokens: Any = None,
-        positions: Any = None,
-        sequences: int = ...,
-    ) -> None: ...
-    @property
-    def tokens_around(self) -> Any: ...  # `tokens` of `set_masks`
-    def inherit_tokens(self) -> None: ...
     @property
     def prompt_lengths(self) -> list[int]: ...
     def set_prompt_lengths(self, lengths: list[int]) -> None: ...
@@ -507,11 +514,22 @@ class InterventionBase(NativeHook):
 
 @final
 class MaskedHook(NativeHook):
-    def __new__(cls, hook: NativeHook | Callable[..., Any], mask: int) -> Self: ...
+    def __new__(
+        cls,
+        hook: NativeHook | Callable[..., Any],
+        mask: int,
+        tracker: TokenTracker | None = None,
+    ) -> Self: ...
+    @property
+    def hook(self) -> Any: ...  # the one that it was made with
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
 
 @final
 class EndOfCall(NativeHook):
-    def __new__(cls, note: Callable[[Any, Any], None]) -> Self: ...
+    def __new__(
+        cls, note: Callable[[Any, Any], None], tracker: TokenTracker | None = None
+    ) -> Self: ...
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
 
 @final
 class PlanGuard(NativeHook):
@@ -519,7 +537,9 @@ class PlanGuard(NativeHook):
         cls,
         tree: ModuleTree | None,
         positions: Callable[[Any, _Args, _Kwargs, Any], None] | None,
+        tracker: TokenTracker | None = None,
     ) -> Self: ...
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
 
 @final
 class ModuleTree:

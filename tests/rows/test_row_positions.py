@@ -14,7 +14,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import places_at
-from ferrohook.plans.positions import At, native_at
+from ferrohook.tokens.positions import At, native_at
 from ferrohook.rows.positions import masks_of
 
 WIDTH = 4

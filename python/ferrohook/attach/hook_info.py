@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ferrohook._core import Dispatcher, HookedBase
+from ferrohook._core import Dispatcher, EndOfCall, HookedBase, MaskedHook, PlanGuard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,11 @@ def find_registry(module: nn.Module) -> Registry | None:
     return None if dispatcher is None else dispatcher.registry
 
 
+def as_given(hook: Any) -> Any:
+    """Returns the hook that a user registered in the form of ours."""
+    return hook.hook if isinstance(hook, MaskedHook) else hook
+
+
 def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[HookInfo]:
     """Lists the hooks of a registry that fire in this context, in order.
 
@@ -62,4 +67,6 @@ def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[Hook
     Raises:
         ValueError: an unknown phase.
     """
-    return [] if registry is None else [HookInfo(*row) for row in registry.list(phase)]
+    rows = [] if registry is None else map(HookInfo._make, registry.list(phase))
+    own = (row for row in rows if not isinstance(row.hook, PlanGuard | EndOfCall))
+    return [row._replace(hook=as_given(row.hook)) for row in own]

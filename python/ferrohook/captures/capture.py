@@ -10,11 +10,20 @@ from ferrohook._core import Attachment
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.captures.cache import ActivationCache, V_co, cache_of
-from ferrohook.captures.recorders import CaptureOptions, Recorders, options_of
+from ferrohook.captures.recorders import CaptureOptions, CapturePlace, Recorders, options_of
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning
 from ferrohook.names.places import modules_of
 from ferrohook.quantity import places_of
 from ferrohook.registration.scopes import Scope
+from ferrohook.tokens.tracking import (
+    Tracker,
+    encoders_in,
+    is_inside,
+    stacks_to_track,
+    track,
+    with_tokens_ahead,
+)
+from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
     from ferrohook.captures.recorders import Calls
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
+    from ferrohook.tokens.positions import At
+    from ferrohook.tokens.sequences import TokenStack
 
 
 class _Stopped(enum.Enum):
@@ -46,19 +57,40 @@ class CaptureSession:
 
     ONCE = "a capture is entered once: call capture() again for another"
 
-    def __init__(self, model: nn.Module, places: dict[str, Place], options: CaptureOptions) -> None:
+    def __init__(
+        self, model: nn.Module, places: dict[str, Place], options: CaptureOptions, at: At
+    ) -> None:
         self.model = model
-        self._places = places
         self._options = options
+        self._at = at
+        self._places = places
+        self._stacks: dict[str, TokenStack | None] = {}
+        if at is not None:
+            self._places = {name: with_tokens_ahead(place) for name, place in places.items()}
+            self._stacks = stacks_to_track(model, self._places.values())
 
     def begin(self, frame: Frame) -> ActivationCache:
         """Captures the calls in a scope, until it is left; the activations stay readable."""
         attachment = Attachment()
         attachment.release_with(frame)
         modules = modules_of(self._places.values())
-        attach(modules | ({"": self.model} if self._options.stop else {}), attachment)
-        self._recorders = Recorders.begin(self.model, self._places, self._options, frame)
+        stacks = {path: self.model.get_submodule(path) for path in self._stacks}
+        root = {"": self.model} if self._options.stop else {}
+        attach(modules | root | stacks, attachment)
+        tracker = None if self._at is None else Tracker(self._at, weakly(self._take_back))
+        place = None if tracker is None else CapturePlace(mask=0, tracker=tracker)
+        self._recorders = Recorders.begin(
+            self.model, self._places, self._options, frame, place=place
+        )
+        track(attachment, stacks, self._stacks, scope=frame, tracker=tracker)
         return cache_of([(self._recorders, self._recorders.collector)], self.model)
+
+    def _take_back(self, tokens: int) -> None:
+        """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
+        encoders = encoders_in(self.model)
+        places = enumerate(self._places.values())
+        beside = [index for index, place in places if is_inside(place.path, encoders)]
+        self._recorders.collector.take_back(tokens, beside)
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         """Warns of modules that never ran."""
@@ -144,6 +176,7 @@ class Capture(Scope, Generic[V_co]):
 
 
 class _Options(TypedDict, total=False):
+    at: At
     inputs: bool
     output_index: object
     detach: bool
@@ -176,6 +209,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     model: nn.Module,
     what: Selector = None,
     *,
+    at: At = None,
     inputs: bool = False,
     output_index: object = None,
     detach: bool = True,
@@ -198,6 +232,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         model: any module.
         what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
             Or names of quantities, as `"@resid_post.*"`, see `quantities`.
+        at: positions of tokens to capture, see `At`: tensors of (tokens, ...); None for all. Under
+            `torch.compile` it breaks the graph. In a batch with positions use a plan's `keep`.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
         output_index: key, index or attribute of the captured value, to capture that part alone, or
@@ -224,6 +260,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 
     Raises:
         SelectionError: `what` matches nothing, or containers alone, which are never called.
+        HookError: `at` where no tokens run, as in a model of images.
         HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `calls`, or a `max_bytes`, `calls` or a step of `slice`
             below 1.
@@ -238,6 +275,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     """
     places = places_of(model, what, inputs=inputs, output_index=output_index)
     options = options_of(
+        at=at,
         inputs=inputs,
         output_index=output_index,
         detach=detach,
@@ -250,4 +288,4 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         max_bytes=max_bytes,
         stop=stop,
     )
-    return Capture(CaptureSession(model, places, options))
+    return Capture(CaptureSession(model, places, options, at))

@@ -14,6 +14,7 @@ from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.captures.convert import check_index, converter
 from ferrohook.errors import HookTypeError
+from ferrohook.tokens.positions import check_at
 from ferrohook.util.arguments import at_least, check_copy, check_output_index, expect
 from ferrohook.util.host_copies import HostCopies
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ferrohook._core import Frame
     from ferrohook.captures.convert import Index
     from ferrohook.names.places import Head, Place
+    from ferrohook.tokens.positions import At
+    from ferrohook.tokens.tracking import Tracker
 
 
 Calls: TypeAlias = 'Literal["last", "all"] | int'
@@ -45,6 +48,7 @@ class CaptureOptions(NamedTuple):
 
 def options_of(  # noqa: PLR0913 (the options of `capture`)
     *,
+    at: At = None,
     inputs: bool = False,
     output_index: object = None,
     detach: bool = True,
@@ -58,6 +62,13 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     stop: bool = False,
 ) -> CaptureOptions:
     """Validates the options of a capture; see `capture` for them and for its errors."""
+    check_at(at)
+    if at is not None and grads:
+        msg = (
+            "a gradient arrives at whole tensors, and none at the tokens that at= takes out of "
+            "them: capture the gradient without at=, and take its tokens"
+        )
+        raise HookTypeError(msg)
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():
@@ -118,11 +129,15 @@ def _calls_to_keep(calls: Any) -> int | None:
 _KEEP_NAMES = {"last": 1, "all": None}
 
 
-class PlaceInPlan(NamedTuple):
-    """Place of a capture in a plan, as the core takes it."""
+class CapturePlace(NamedTuple):
+    """Where a recorder finds its collector and its tokens, as the core takes it."""
 
-    capture: int
-    mask: int | None
+    capture: int | None = None
+    """Index among the captures of a plan; None outside of plans."""
+    mask: int | None = None
+    """Index of the captured positions; None for all tokens."""
+    tracker: Tracker | None = None
+    """Finds the positions outside of plans."""
 
 
 class Recorders(NamedTuple):
@@ -149,7 +164,7 @@ class Recorders(NamedTuple):
         scope: Frame,
         *,
         priority_of: Callable[[Place], int] | None = None,
-        place: PlaceInPlan | None = None,
+        place: CapturePlace | None = None,
     ) -> Self:
         """Records the calls in a scope, until it is left, of modules that are instrumented.
 
@@ -159,7 +174,7 @@ class Recorders(NamedTuple):
             options: of the capture.
             scope: the scope.
             priority_of: priority of a place's recorder in a plan; after all in a capture.
-            place: of the capture in a plan.
+            place: of the capture in a plan, or of its positions.
         """
         root = registry_of(model) if options.stop else None
         collector = Collector(

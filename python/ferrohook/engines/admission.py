@@ -14,7 +14,7 @@ from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.positions import Tokens, mask_of
+from ferrohook.tokens.positions import Tokens, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.options import EngineOptions
     from ferrohook.engines.uploads import VectorsOfPlan
-    from ferrohook.plans.positions import At
+    from ferrohook.tokens.positions import At
 
 _SALT: Final = f"{NAME}:"
 """Begin of the salts that are made here."""

@@ -12,8 +12,8 @@ import torch
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import options_of
 from ferrohook.effects.intervention import Intervention
-from ferrohook.errors import HookTypeError
-from ferrohook.plans.positions import At, check_at
+from ferrohook.tokens.positions import At, check_at
+from ferrohook.tokens.tracking import check_takes_at
 from ferrohook.util.arguments import check_encodes, expect
 from ferrohook.util.tables import text_table
 from ferrohook.util.tensors import content_of
@@ -174,17 +174,8 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "on_error": on_error,
     }
     Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
-    plain = not isinstance(hook, TypedHook) and phase == "forward"
-    if (
-        at is not None
-        and not isinstance(hook, Intervention)
-        and (not plain or with_kwargs or always_call)
-    ):
-        msg = (
-            "at takes an intervention, or a forward hook of the form hook(module, args, output), "
-            "without with_kwargs and always_call"
-        )
-        raise HookTypeError(msg)
+    if at is not None:
+        check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
     chosen = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
     return HookEntry(what, hook, at, phase, chosen)
 
@@ -228,13 +219,6 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     Raises:
         HookTypeError, ValueError, RuntimeError: as `capture` does.
     """
-    check_at(at)
-    if at is not None and grads:
-        msg = (
-            "a gradient arrives at whole tensors, and none at the tokens that at= takes out of "
-            "them: keep the gradient without at=, and take its tokens"
-        )
-        raise HookTypeError(msg)
     expect(label, str | None, "label is a str")
     if label is not None:
         check_encodes(label, "label")
@@ -251,7 +235,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "max_bytes": max_bytes,
         "stop": stop,
     }
-    options_of(**options)
+    options_of(at=at, **options)
     if device is not None:
         options["device"] = str(torch.device(device))
     default = {"detach": True, "copy": "checked", "calls": "last"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
@@ -12,49 +12,52 @@ from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
-    EndOfCall,
     Frame,
     HookHandle,
-    MaskedHook,
     ModuleTree,
-    PlanGuard,
     RequestBase,
     name_positions,
 )
-from ferrohook.attach.attention import DIMENSIONS, is_point
+from ferrohook.attach.attention import is_point
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import explain, never_fired
-from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache, cache_of
 from ferrohook.captures.captured import not_captured
 from ferrohook.captures.pending import finish
-from ferrohook.captures.recorders import PlaceInPlan, Recorders, options_of
+from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.names.places import Head, Written, hooks_at, modules_of
+from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
-from ferrohook.plans.positions import At, check_prompt, mask_of, native_at
-from ferrohook.plans.sequences import Sequences, no_tokens, stacks_in, stacks_of
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
+from ferrohook.tokens.positions import At, native_at
+from ferrohook.tokens.sequences import Sequences
+from ferrohook.tokens.tracking import (
+    encoders_in,
+    is_inside,
+    masked,
+    paths_of,
+    stacks_around,
+    track,
+    with_tokens_ahead,
+)
 from ferrohook.util.arguments import expect
-from ferrohook.util.never_trace import never_trace, never_trace_frame
 from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ferrohook._core import Collector
     from ferrohook.attach.attention import AttentionPoint
-    from ferrohook.names.places import HookGroup, Place
-    from ferrohook.plans.positions import Tokens
-    from ferrohook.plans.sequences import TokenStack
+    from ferrohook.names.places import Place
+    from ferrohook.tokens.sequences import TokenStack
 
 
 _LONGEST: Final = 2**63 - 1
 """Tokens of a prompt at most."""
-_HEADS_BEHIND_QUERIES: Final = DIMENSIONS["queries"].index("heads") - len(DIMENSIONS["queries"])
 
 
 class _Contents:
@@ -120,16 +123,9 @@ class Prepared:
         attach(everything | {"": model} | parts, attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
-        first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        for path, module in ({"": model} | parts).items():
-            find = functools.partial(_find_untraced, stacks[path]) if path in stacks else None
-            guard = PlanGuard(None if path else self.tree, find)
-            handles = attachment.register([module], "forward_pre", guard, **first)
-            if not path:
-                (self._contents.guard,) = handles
-            if find is not None:
-                ending: Any = {"always_call": True, "scope": self._frame}
-                attachment.register([module], "forward", EndOfCall(_note), **ending)
+        guarded = {"": model} | parts
+        guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
+        self._contents.guard = guards[""]
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
@@ -161,48 +157,29 @@ class Prepared:
         self, model: nn.Module, found: list[dict[str, Place]]
     ) -> dict[str, TokenStack | None]:
         """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
-        places = [
-            (number, place)
-            for number, (entry, each) in enumerate(zip(self.entries, found, strict=True))
-            if entry.at is not None
-            for place in each.values()
-        ]
+        at = [number for number, entry in enumerate(self.entries) if entry.at is not None]
+        if at and self._positioned:
+            return {"": None}
         stacks: dict[str, TokenStack | None] = {}
-        if places and self._positioned:
-            stacks[""] = None
-            return stacks
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False) if places else ():
-            paths.setdefault(module, []).append(path)
-        for number, place in places:
-            try:
-                own = [stacks_of(model, path) for path in paths.get(place.module, [place.path])]
-            except HookError as error:
-                msg = f"entry {number} of the plan: {error}"
-                raise HookError(msg) from error
-            # A part of encoder and decoder runs in these, and not in the model that holds it.
-            inside = [each for each in own if each and not any(it.prefix for it in each.values())]
-            for each in inside or own:
-                if each:
-                    stacks.update(each)
-                else:
-                    stacks[""] = None
+        paths = paths_of(model) if at else {}
+        for number in at:
+            with _named(number):
+                stacks |= stacks_around(model, found[number].values(), paths)
         return stacks
 
     def _register(
         self, number: int, entry: HookEntry, places: dict[str, Place], attachment: Attachment
     ) -> None:
         mask = None if entry.at is None else self._mask(entry.at)
-        for group in _forms(number, entry, places):
-            written = group.hook if isinstance(group.hook, Written) else None
-            if mask is not None and written is not None and written.refuses_positions is not None:
-                msg = f"entry {number} of the plan: {written.refuses_positions}"
-                raise HookTypeError(msg)
-            hook = group.hook if mask is None else MaskedHook(group.hook, mask)
+        with _named(number):
+            groups = hooks_at(places, entry.hook, entry.phase)
+            if mask is not None:
+                groups = [each._replace(hook=masked(each.hook, mask)) for each in groups]
+        for group in groups:
             handles = attachment.register(
                 [*group.modules.values()],
                 group.phase,
-                hook,
+                group.hook,
                 scope=self._frame,
                 names=[*group.modules],
                 entry=number,
@@ -227,7 +204,7 @@ class Prepared:
                 options_of(**entry.options),
                 self._frame,
                 priority_of=functools.partial(_priority_of_keep, self.entries, found, number),
-                place=PlaceInPlan(len(captures), mask),
+                place=CapturePlace(len(captures), mask),
             )
         )
 
@@ -263,7 +240,7 @@ class Prepared:
             request.prompt = _lengths_of(prompt)
             request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
-            request._sequences = Sequences(request.prompt, weakly(request.accept))
+            request.sequences = Sequences(request.prompt, weakly(request.accept))
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -324,46 +301,6 @@ def _lengths_of(prompt: Any) -> list[int]:
     return lengths
 
 
-def _find_positions(
-    stack: TokenStack | None,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: Request,
-) -> None:
-    """Finds the positions of a call that runs for a request."""
-    if stack is None:
-        raise no_tokens(module._get_name())
-    around: tuple[Tokens, Sequences] | None = request.tokens_around
-    if stack.inner and around is not None:
-        tokens = stack.tokens(stack.arguments(args, kwargs))
-        if tokens.shape[:2] == around[0].positions.shape:
-            request.inherit_tokens()
-            return
-    found = request._sequences.find(stack, module, args, kwargs)
-    for at in request.plan_positions:
-        check_prompt(at, found, module._get_name())
-    masks = tuple(mask_of(at, found) for at in request.plan_positions)
-    request.set_masks(masks, (found, request._sequences), found.positions, found.number)
-
-
-def _find_untraced(*call: Any) -> None:
-    _find_positions(*call)
-
-
-def _note(known: tuple[Tokens, Sequences], output: Any) -> None:
-    """Takes note of the KV cache that a call made."""
-    tokens, sequences = known
-    sequences.note(tokens, output)
-
-
-# Dynamo would compile functions that the native call of a compiled region calls. Two of them, as a
-# plan may be prepared before Dynamo is imported: the second is then looked up in each call.
-never_trace(sys.modules[__name__], "_find_positions", "native code calls it")
-never_trace(sys.modules[__name__], "_note", "native code calls it")
-never_trace_frame(_find_untraced, "native code calls it")
-
-
 class Request(RequestBase, Scope):
     """A plan opened, see `Prepared.open`: hooks fire and captures are stored in its context.
 
@@ -377,8 +314,8 @@ class Request(RequestBase, Scope):
 
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
-    _sequences: Sequences
-    """Of a plan with positions."""
+    sequences: Sequences
+    """What its calls have run; of a plan with positions."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
@@ -468,23 +405,18 @@ class Request(RequestBase, Scope):
     def accept(self, tokens: int) -> None:
         """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
         model = self.model
-        stacks = {} if model is None else stacks_in(model)
-        self._take_back(tokens, [path for path, stack in stacks.items() if stack.encoder])
-
-    def _take_back(self, position: int, others: Sequence[str]) -> None:
-        """Takes back captured rows of tokens from a position on.
-
-        Args:
-            position: of the first of them.
-            others: paths of modules that run other tokens, as an encoder.
-        """
+        encoders = () if model is None else encoders_in(model)
         numbers = [n for n, entry in enumerate(self.entries) if isinstance(entry, KeepEntry)]
         for place, number in enumerate(numbers):
-            entry, but = cast("KeepEntry", self.entries[number]), []
-            for name, found in self._prepared.places(number).items() if others else ():
-                if any(f"{found.path}.".startswith(f"{path}.") for path in others):
-                    but.append(self._plan.captures[place].places[entry.name_of(name)])
-            self.collector(place, complete=False).take_back(position, but)
+            entry = cast("KeepEntry", self.entries[number])
+            places = self._prepared.places(number) if encoders else {}
+            indices = self._plan.captures[place].places
+            beside = [
+                indices[entry.name_of(name)]
+                for name, found in places.items()
+                if is_inside(found.path, encoders)
+            ]
+            self.collector(place, complete=False).take_back(tokens, beside)
 
     @property
     def plan_positions(self) -> Sequence[At]:
@@ -537,28 +469,27 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     return _not_called(found._plan, found._plan.model())
 
 
-def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
+@contextlib.contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Names the entry in errors of the block."""
     try:
+        yield
+    except (HookError, HookTypeError, SelectionError) as error:
+        msg = f"entry {number} of the plan: {error}"
+        raise type(error)(msg) from error
+
+
+def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
+    with _named(number):
         if isinstance(entry, HookEntry):
             places = hooked_places_of(model, entry.what, entry.phase)
         else:
             inputs = entry.options.get("inputs", False)
             part = entry.options.get("output_index")
             places = places_of(model, entry.what, inputs=inputs, output_index=part)
-    except (SelectionError, HookTypeError) as error:
-        msg = f"entry {number} of the plan: {error}"
-        raise type(error)(msg) from error
     if entry.at is None:
         return places
-    return {name: _with_tokens_ahead(place) for name, place in places.items()}
-
-
-def _forms(number: int, entry: HookEntry, places: dict[str, Place]) -> list[HookGroup]:
-    try:
-        return hooks_at(places, entry.hook, entry.phase)
-    except HookTypeError as error:
-        msg = f"entry {number} of the plan: {error}"
-        raise HookTypeError(msg) from error
+    return {name: with_tokens_ahead(place) for name, place in places.items()}
 
 
 def _priority_of_keep(
@@ -594,21 +525,6 @@ def _priority_of_keep(
     # Entries are registered in their order, so the capture goes ahead of later entries, but for
     # a prepended one.
     return priority + 1 if rank < 0 else priority
-
-
-def _with_tokens_ahead(place: Place) -> Place:
-    """Returns where a tensor has its tokens right after the batch dimension, for positions.
-
-    For a pattern, (batch, heads, queries, keys), that is the point `queries`.
-    """
-    if not is_point(place.module):
-        return place
-    point = cast("AttentionPoint", place.module)
-    if point.name != "pattern":
-        return place
-    head = None if place.head is None else Head(place.head.number, _HEADS_BEHIND_QUERIES)
-    path = f"{place.path.removesuffix(point.name)}queries"
-    return place._replace(path=path, module=point.points.queries, head=head)
 
 
 def _check_order(

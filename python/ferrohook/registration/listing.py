@@ -6,7 +6,7 @@ import linecache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import HookedBase, release_unused
-from ferrohook.attach.hook_info import find_registry, state_of
+from ferrohook.attach.hook_info import as_given, find_registry, state_of
 from ferrohook.names.select import select
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.tables import html_table, text_table
@@ -97,7 +97,7 @@ def hooks(model: nn.Module) -> RegisteredHooks:
     """
     expect_module(model, "hooks lists those of")
     return RegisteredHooks(
-        RegisteredHook(name, handle.phase, hook, handle, *(place or (None, None)))
+        RegisteredHook(name, handle.phase, as_given(hook), handle, *(place or (None, None)))
         for name, _module, registry in _registries(model)
         for hook, handle, place in registry.for_everybody()
     )

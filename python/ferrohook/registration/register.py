@@ -22,6 +22,15 @@ from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
 from ferrohook.registration.scopes import Scope, innermost
+from ferrohook.tokens.positions import check_at
+from ferrohook.tokens.tracking import (
+    Tracker,
+    check_takes_at,
+    masked,
+    stacks_to_track,
+    track,
+    with_tokens_ahead,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +40,8 @@ if TYPE_CHECKING:
     from ferrohook.effects.intervention import Intervention
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
+    from ferrohook.tokens.positions import At
+    from ferrohook.tokens.sequences import TokenStack
 
     Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
 
@@ -173,6 +184,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     what: Selector,
     hook: Hook,
     *,
+    at: At = None,
     phase: Phase | None = None,
     prepend: bool = False,
     with_kwargs: bool = False,
@@ -193,6 +205,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             `hook(module, args, value)`, and its result replaces the quantity.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
             detector, or an intervention.
+        at: positions of tokens that the hook changes, see `At`; None for all. With it, the hook is
+            an intervention or a forward hook of PyTorch's contract that returns a tensor. Under
+            `torch.compile` it breaks the graph. In a batch with positions use a plan's `on`.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
             hook, and for `forward` otherwise.
         prepend: put the hook ahead of all others of its priority, instead of after them.
@@ -211,22 +226,31 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         SelectionError: `what` matches no module, or containers alone, which are never called.
         HookTypeError: `hook` is not callable, cannot be called with the arguments of the phase, or
             is a typed hook of another phase; or an option has the wrong type.
-        HookError: a module cannot be instrumented, or the scope was left.
-        ValueError: an unknown phase or `on_error`.
+        HookError: a module cannot be instrumented, or the scope was left; or `at` where no tokens
+            run, as in a model of images.
+        ValueError: an unknown phase, `on_error` or `at`.
     """
+    check_at(at)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     places = hooked_places_of(model, what, phase)
+    stacks: dict[str, TokenStack | None] = {}
+    tracker = None if at is None else Tracker(at)
+    if tracker is not None:
+        check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
+        places = {name: with_tokens_ahead(place) for name, place in places.items()}
+        stacks = stacks_to_track(model, places.values())
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
-    frame: object = innermost() if isinstance(scope, str) and scope == "innermost" else scope
+    frame: Any = innermost() if isinstance(scope, str) and scope == "innermost" else scope
     group = HandleGroup(model)
     group._scoped = frame is not None
     if isinstance(frame, Frame):  # registering rejects any other type
         group.attachment.release_with(frame)
     try:
         modules = modules_of(places.values())
-        attach(modules, group.attachment)
+        tracked = {path: model.get_submodule(path) for path in stacks}
+        attach(modules | tracked, group.attachment)
         options = {
             "prepend": prepend,
             "with_kwargs": with_kwargs,
@@ -236,7 +260,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             "scope": frame,
         }
         for each in hooks_at(places, hook, phase):
-            add_hooks(group, each.modules, each.phase, each.hook, **options | each.options)
+            form = each.hook if tracker is None else masked(each.hook, 0, tracker)
+            add_hooks(group, each.modules, each.phase, form, **options | each.options)
+        track(group.attachment, tracked, stacks, scope=frame, tracker=tracker)
         if frame is None:
             group.attachment.release_when_unused([*modules.values()])
     except BaseException:

@@ -12,9 +12,9 @@ from ferrohook.attach.instrument import attach
 from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
-from ferrohook.plans.positions import check_prompt
-from ferrohook.plans.sequences import Sequences, stacks_in
 from ferrohook.rows.batches import Batch, models_of
+from ferrohook.tokens.positions import check_prompt
+from ferrohook.tokens.sequences import Sequences, stacks_in
 from ferrohook.util.arguments import expect
 from ferrohook.util.weak import weakly
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.plans.positions import Tokens
-    from ferrohook.plans.sequences import TokenStack
+    from ferrohook.tokens.positions import Tokens
+    from ferrohook.tokens.sequences import TokenStack
 
 
 class _GenerationBatch(Batch):

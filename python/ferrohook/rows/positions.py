@@ -8,14 +8,14 @@ import torch
 
 from ferrohook._core import needs_prompt
 from ferrohook.errors import RowsError
-from ferrohook.plans.positions import Tokens, mask_of
+from ferrohook.tokens.positions import Tokens, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ferrohook.plans.positions import At
+    from ferrohook.tokens.positions import At
 
 
 def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ferrohook._core import places_at
 from ferrohook.errors import RowsError
-from ferrohook.plans.positions import native_at
 from ferrohook.rows.positions import check_lengths
+from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
-    from ferrohook.plans.positions import At
+    from ferrohook.tokens.positions import At
     from ferrohook.util.streams import Made
 
 

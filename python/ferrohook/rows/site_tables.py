@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
     from ferrohook.plans.entries import KeepEntry
-    from ferrohook.plans.positions import At
+    from ferrohook.tokens.positions import At
 
 BACK_END: Final = BackEnd(
     frozenset(

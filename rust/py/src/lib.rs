@@ -86,6 +86,8 @@ mod _core {
     #[pymodule_export]
     use crate::rows::calls::remembered::remember_merged;
     #[pymodule_export]
+    use crate::rows::tracker::TokenTracker;
+    #[pymodule_export]
     use crate::torch::cache::CallCache;
     #[pymodule_export]
     use crate::torch::copies::to_device;

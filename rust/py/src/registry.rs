@@ -27,6 +27,7 @@ use crate::torch;
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;
 
+
 /// The ordered hooks of one module, all phases.
 ///
 /// For Python's garbage collector it is the only owner of the hooks' callables.
@@ -344,7 +345,7 @@ impl Registry {
             Ok((hook.object().bind(py).clone(), handle, place.transpose()?))
         };
         entries
-            .filter(|entry| !entry.removed() && !entry.last())
+            .filter(|entry| !entry.removed() && !entry.hook().hidden(py))
             .map(row)
             .collect()
     }

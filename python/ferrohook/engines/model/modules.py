@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
-    from ferrohook.plans.positions import At
     from ferrohook.quantity import Quantity
+    from ferrohook.tokens.positions import At
 
 Tokens: TypeAlias = tuple[int, int]
 """Width and bytes per token of a tensor."""

@@ -32,6 +32,8 @@ pub struct Attachment(Mutex<Option<Contents>>);
 struct Contents {
     modules: Vec<AttachedModule>,
     handles: Vec<Py<HookHandle>>,
+    /// Hooks that serve these hooks, and go with them.
+    guards: Vec<Py<HookHandle>>,
 }
 
 struct AttachedModule {
@@ -134,7 +136,8 @@ impl Attachment {
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
     /// The options are the same as in `ferrohook.register`; `names` are the names of the modules,
-    /// `entry` is the number of the hook's entry in a plan.
+    /// `entry` is the number of the hook's entry in a plan, `guard` is True for a hook that serves the
+    /// others of the attachment.
     ///
     /// Returns:
     ///     The handles, in the order of the modules.
@@ -144,8 +147,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None, names = None, entry = None),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None, names=None, entry=None)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None, names = None, entry = None, guard = false),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None, names=None, entry=None, guard=False)"
     )]
     #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
     fn register(
@@ -162,6 +165,7 @@ impl Attachment {
         scope: Option<ScopeArg<'_>>,
         names: Option<Vec<String>>,
         entry: Option<u32>,
+        guard: bool,
     ) -> PyResult<Vec<Py<HookHandle>>> {
         let options = HookOptions {
             with_kwargs,
@@ -177,10 +181,18 @@ impl Attachment {
         let registered = register_each(hooks, phase.0, placement, options, audience);
         let add = |handle: PyResult<Py<HookHandle>>| {
             let handle = handle?;
-            self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
-                .inspect_err(|_| {
-                    handle.get().hook().remove();
-                })?;
+            let own = handle.clone_ref(py);
+            self.add(py, |contents| {
+                let hooks = if guard {
+                    &mut contents.guards
+                } else {
+                    &mut contents.handles
+                };
+                hooks.push(own);
+            })
+            .inspect_err(|_| {
+                handle.get().hook().remove();
+            })?;
             Ok(handle)
         };
         registered.map(add).collect()
@@ -236,7 +248,7 @@ impl Attachment {
         let Some(contents) = self.0.lock().take() else {
             return Ok(false);
         };
-        for handle in &contents.handles {
+        for handle in contents.handles.iter().chain(&contents.guards) {
             handle.get().hook().remove();
         }
         let modules = contents.modules.iter().map(|attached| {

@@ -13,7 +13,7 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
 use crate::capture::keeping::{self, CapturedPart, KeepAgain};
-use crate::capture::request::{CallPlace, Source, Stored};
+use crate::capture::request::{CapturePlace, Source, Stored};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::Firing;
@@ -47,13 +47,16 @@ impl Recorder {
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
-        place: Option<CallPlace>,
+        place: Option<CapturePlace>,
     ) -> PyResult<(Self, NativeHook)> {
         if index >= collector.get().names().len() {
             return Err(PyValueError::new_err("the collector has no such name"));
         }
         let recorder = Self {
-            source: Source { collector, place },
+            source: Source {
+                collector,
+                place: place.unwrap_or_default(),
+            },
             index,
             inputs,
             part,

@@ -15,16 +15,17 @@ use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
-use crate::rows::at::{Chosen, Masks, MasksOfTokens};
+use crate::rows::at::Chosen;
 use crate::rows::calls::merging::Places;
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
-use crate::rows::membership::{MemberCall, Membership};
-use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
+use crate::rows::membership::Membership;
+use crate::rows::places::{TokenPositions, Tokens};
+use crate::rows::tracker::TokenTracker;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
 /// own.
-#[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
+#[pyclass(frozen, subclass, extends = TokenTracker, module = "ferrohook._core")]
 pub struct RequestBase {
     /// An int, unique in the process, increasing.
     #[pyo3(get)]
@@ -50,7 +51,7 @@ impl RequestBase {
         templates: Bound<'_, PyTuple>,
         max_bytes: Option<usize>,
         _others: &Bound<'_, PyTuple>,
-    ) -> PyResult<(Self, Frame)> {
+    ) -> PyResult<PyClassInitializer<Self>> {
         static IDS: AtomicU64 = AtomicU64::new(0);
         if shared.get().closed() {
             return Err(hook_error(
@@ -66,7 +67,8 @@ impl RequestBase {
             templates: templates.unbind(),
             budget: max_bytes.map(|most| Arc::new(Budget::new(most))),
         };
-        Ok((request, Frame::sharing(shared.unbind())))
+        let frame = PyClassInitializer::from(Frame::sharing(shared.unbind()));
+        Ok(frame.add_subclass(TokenTracker).add_subclass(request))
     }
 
     /// Returns the collector of one of the plan's captures.
@@ -93,7 +95,7 @@ impl RequestBase {
         error: Option<&Bound<'_, PyAny>>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<()> {
-        Frame::leave(slf.as_super())?;
+        Frame::leave(slf.as_super().as_super())?;
         if error.is_some() {
             return Ok(());
         }
@@ -119,59 +121,16 @@ impl RequestBase {
         slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
     }
 
-    /// Sets the tokens at each of the plan's positions, tensors of bools. In the calls of a batch; or,
-    /// with the `tokens` of a call, in the call that begins on this thread.
-    ///
-    /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
-    #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
-    fn set_masks(
-        slf: &Bound<'_, Self>,
-        masks: &Bound<'_, PyTuple>,
-        tokens: Option<Py<PyAny>>,
-        positions: Option<Py<PyAny>>,
-        sequences: u64,
-    ) -> PyResult<()> {
-        let chosen = |mask: Bound<'_, PyAny>| {
-            let mask = Mask::of_any(&mask)?;
-            Ok(mask.map_or(Chosen::Nothing, |mask| Chosen::At(Arc::new(mask))))
-        };
-        let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
-        let call = positions.map(|positions| (positions, sequences));
-        let masks = Masks::Tokens(MasksOfTokens::new(chosen, call));
-        let frame = slf.as_super().get();
-        if tokens.is_none() {
-            Membership::set_masks(frame, Some(masks));
-        } else {
-            let masks = Some(Arc::new(masks));
-            Membership::set_call(frame, MemberCall { masks, tokens });
-        }
-        Ok(())
-    }
-
-    /// Tokens of the call around the one that starts on this thread, with their sequences.
-    #[getter]
-    fn tokens_around(slf: &Bound<'_, Self>) -> Option<Py<PyAny>> {
-        Membership::around(slf.py(), slf.as_super().get())?.tokens
-    }
-
-    /// Has the call that begins on this thread the tokens of the one around it.
-    fn inherit_tokens(slf: &Bound<'_, Self>) {
-        let frame = slf.as_super().get();
-        if let Some(call) = Membership::around(slf.py(), frame) {
-            Membership::set_call(frame, call);
-        }
-    }
-
     /// Sets the numbers of tokens of its prompts.
     fn set_prompt_lengths(slf: &Bound<'_, Self>, lengths: Vec<i64>) {
-        Membership::set_prompts(slf.as_super().get(), lengths.into());
+        Membership::set_prompts(slf.as_super().as_super().get(), lengths.into());
     }
 
     /// Numbers of tokens of its prompts, as passed when it was opened or by its last batch with
     /// `lengths` for it; empty if unknown.
     #[getter]
     fn prompt_lengths(slf: &Bound<'_, Self>) -> Vec<i64> {
-        Membership::prompts(slf.as_super().get()).to_vec()
+        Membership::prompts(slf.as_super().as_super().get()).to_vec()
     }
 
     // No `__clear__`: collectors have one.
@@ -180,35 +139,6 @@ impl RequestBase {
         visit.call(&self.templates)?;
         let mut collectors = self.collectors.iter().filter_map(OnceLock::get);
         collectors.try_for_each(|collector| visit.call(collector))
-    }
-}
-
-impl RequestBase {
-    /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they
-    /// differ from the rows of the batch.
-    pub fn chosen(slf: &Bound<'_, Self>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
-        let py = slf.py();
-        let Some(masks) = Membership::masks(slf.as_super().get()) else {
-            return Err(hook_error(
-                py,
-                "the positions of this call are not known: call the model that the plan was \
-                 prepared for, not a part of it",
-            ));
-        };
-        masks.chosen(py, at, own)
-    }
-
-    /// Returns the positions of the tokens of the running call that are at one of the plan's positions.
-    fn positions_at(slf: &Bound<'_, Self>, at: usize) -> PyResult<Option<TokenPositions>> {
-        let masks = Membership::masks(slf.as_super().get());
-        masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
-    }
-
-    /// Returns one of the plan's positions as places among the rows of the batch; None if they are
-    /// not known as such.
-    pub fn places(slf: &Bound<'_, Self>, at: usize) -> Option<Vec<MemberPlace>> {
-        let masks = Membership::masks(slf.as_super().get())?;
-        masks.places(at).map(<[_]>::to_vec)
     }
 }
 
@@ -240,27 +170,21 @@ impl<'py> Stored<'py> {
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
 pub struct Source {
     pub collector: Py<Collector>,
-    pub place: Option<CallPlace>,
+    pub place: CapturePlace,
 }
 
-/// Place of a capture in a plan.
-#[derive(FromPyObject)]
-pub struct CallPlace {
-    /// Index among its captures.
-    capture: usize,
-    /// Index of the captured positions; None for all.
+/// Where a recorder finds its collector and its tokens.
+#[derive(FromPyObject, Default)]
+pub struct CapturePlace {
+    /// Index among the captures of a plan; None for a capture outside of plans.
+    pub capture: Option<usize>,
+    /// Index of the captured positions; None for all tokens.
     mask: Option<usize>,
+    /// Knows the positions, for a capture outside of plans.
+    tracker: Option<Py<TokenTracker>>,
 }
 
 impl Source {
-    /// Returns the request that a hook or a capture of a plan fires for.
-    pub fn request<'a, 'py>(
-        owner: Option<&'a Bound<'py, PyAny>>,
-    ) -> PyResult<&'a Bound<'py, RequestBase>> {
-        let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
-        Ok(owner.ok_or_else(nobody)?.cast()?)
-    }
-
     /// Stores what `value` gives, by the collector of the owner; None if nothing of it is stored.
     pub fn keep<'py>(
         &self,
@@ -274,25 +198,20 @@ impl Source {
         // Only a member of a batch has tokens: its tensors may be views of the whole batch's.
         let shared = tokens.is_some();
         let positions = tokens.and_then(|it| it.positions.clone());
-        let Some(place) = &self.place else {
-            let positions = positions.and_then(TokenPositions::of_whole);
-            let collector = self.collector.bind(py).clone();
-            return Stored::whole(collector, index, value, positions, shared).map(Some);
-        };
-        let request = Self::request(owner)?;
-        let collector = request.get().collector(py, place.capture)?;
-        let Some(at) = place.mask else {
+        let collector = self.of_owner(py, owner)?;
+        let Some(at) = self.place.mask else {
             let positions = positions.and_then(TokenPositions::of_whole);
             return Stored::whole(collector, index, value, positions, shared).map(Some);
         };
+        let tracker = self.tracker(py, owner)?;
         let own = tokens.and_then(|it| it.own.as_ref());
-        let mask = match RequestBase::chosen(request, at, own)? {
+        let mask = match TokenTracker::chosen(tracker, at, own)? {
             Chosen::Nothing => return Ok(None),
             Chosen::At(mask) => mask,
         };
         let positions = match positions {
             Some(all) => all.at(&mask.places(py)?, 0),
-            None if collector.get().joins() => RequestBase::positions_at(request, at)?,
+            None if collector.get().joins() => TokenTracker::positions_at(tracker, at)?,
             None => None,
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
@@ -314,25 +233,33 @@ impl Source {
         py: Python<'py>,
         owner: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, Collector>> {
-        match &self.place {
-            Some(place) => Self::request(owner)?.get().collector(py, place.capture),
-            None => Ok(self.collector.bind(py).clone()),
-        }
+        let Some(capture) = self.place.capture else {
+            return Ok(self.collector.bind(py).clone());
+        };
+        let nobody = || PyRuntimeError::new_err("a capture of a plan fires for requests");
+        let request = owner.ok_or_else(nobody)?.cast::<RequestBase>()?;
+        request.get().collector(py, capture)
+    }
+
+    fn tracker<'a, 'py>(
+        &'a self,
+        py: Python<'py>,
+        owner: Option<&'a Bound<'py, PyAny>>,
+    ) -> PyResult<&'a Bound<'py, TokenTracker>> {
+        TokenTracker::of(py, self.place.tracker.as_ref(), owner)
     }
 
     /// Returns the captured places among the rows of a member; None if they are not known.
     pub fn places(&self, owner: &Bound<'_, PyAny>) -> PyResult<Option<Places>> {
-        let Some(place) = &self.place else {
+        let Some(at) = self.place.mask else {
             return Ok(Some(None));
         };
-        let Some(at) = place.mask else {
-            return Ok(Some(None));
-        };
-        let places = RequestBase::places(Self::request(Some(owner))?, at);
+        let places = TokenTracker::places(self.tracker(owner.py(), Some(owner))?, at);
         Ok(places.map(|places| Some((at, places))))
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.collector)
+        visit.call(&self.collector)?;
+        visit.call(&self.place.tracker)
     }
 }

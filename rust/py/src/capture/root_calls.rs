@@ -5,7 +5,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
-use crate::capture::request::{CallPlace, Source};
+use crate::capture::request::{CapturePlace, Source};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{InBatch, in_batch};
 
@@ -17,8 +17,11 @@ pub struct RootCalls(Source);
 impl RootCalls {
     #[new]
     #[pyo3(signature = (collector, place = None))]
-    fn new(collector: Py<Collector>, place: Option<CallPlace>) -> (Self, NativeHook) {
-        let hook = Self(Source { collector, place });
+    fn new(collector: Py<Collector>, place: Option<CapturePlace>) -> (Self, NativeHook) {
+        let hook = Self(Source {
+            collector,
+            place: place.unwrap_or_default(),
+        });
         (hook, NativeHook::of::<Self>())
     }
 

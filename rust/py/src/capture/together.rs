@@ -314,7 +314,7 @@ impl InBatch for Recorder {
         Ok(at.map(|at| Merging {
             hook: object.clone().unbind(),
             at,
-            lasts: self.source.place.is_some(),
+            lasts: self.source.place.capture.is_some(),
         }))
     }
 

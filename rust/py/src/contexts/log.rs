@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 use rustc_hash::FxHashMap;
 
 use crate::contexts::frame::{Frame, FrameId, copied};
-use crate::contexts::slot::SlotState;
+use crate::contexts::slot::{FrameSlot, SlotState};
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Again;
 use crate::hooks::site::Site;
@@ -91,8 +91,8 @@ pub struct Logged {
     entered: AtomicBool,
     /// Describes the hook, if it was entered and changes values.
     label: OnceLock<String>,
-    /// State of the owner, as the hook found it.
-    state: OnceLock<SlotState>,
+    /// State that the hook found, and the frame that has it: the owner, or the hook's own.
+    state: OnceLock<(FrameRef, SlotState)>,
     again: OnceLock<Arc<dyn Again>>,
 }
 
@@ -194,6 +194,7 @@ impl Logged {
     /// Notes that the hook is entered for a call of `module`.
     pub fn note(
         &self,
+        py: Python<'_>,
         entry: &Entry<Hook>,
         owner: Option<&Bound<'_, Frame>>,
         module: Option<&Bound<'_, PyAny>>,
@@ -204,8 +205,13 @@ impl Logged {
         if let Some(module) = module.filter(|_| self.kind == PhaseKind::Changes) {
             let _ = self.label.set(Site { entry, module }.describe());
         }
-        if let Some(state) = owner.and_then(|it| it.get().slot()?.state()) {
-            let _ = self.state.set(state);
+        let own = entry.hook().native(py).and_then(|it| it.state_of(py));
+        let frame = own.as_ref().and_then(|it| it.cast().ok()).or(owner);
+        if let Some(frame) = frame
+            && let Some(state) = frame.get().slot().and_then(FrameSlot::state)
+            && let Ok(frame) = FrameRef::of(frame)
+        {
+            let _ = self.state.set((frame, state));
         }
     }
 }
@@ -260,10 +266,10 @@ impl PhaseLog {
     }
 
     /// Notes that a hook is entered.
-    pub fn note(&self, entry: &Entry<Hook>, owner: Option<&Bound<'_, Frame>>) {
+    pub fn note(&self, py: Python<'_>, entry: &Entry<Hook>, owner: Option<&Bound<'_, Frame>>) {
         let key = (entry.id(), owner.map(|it| it.get().id()));
         if let Some(logged) = self.find(&key) {
-            logged.note(entry, owner, None);
+            logged.note(py, entry, owner, None);
         }
     }
 
@@ -328,22 +334,18 @@ impl<'py> PhaseRun<'py> {
         }
     }
 
-    /// Gives the owners of the hooks the state that they had, until the phase ends.
+    /// Gives the frames the state that the hooks found, until the phase ends.
     pub fn restore(&mut self) {
         let py = self.module.py();
         let Some(replay) = &self.replay else { return };
         for logged in replay.log.all() {
-            let Some(state) = logged.state.get() else {
-                continue;
-            };
-            let Some(owner) = logged.owner.as_ref().and_then(|it| it.get(py)) else {
-                continue;
-            };
-            if let Some(slot) = owner.get().slot()
-                && !self.restored.iter().any(|it| it.is(&owner))
+            let found = logged.state.get().and_then(|it| Some((it.0.get(py)?, &it.1)));
+            if let Some((frame, state)) = found
+                && let Some(slot) = frame.get().slot()
+                && !self.restored.iter().any(|it| it.is(&frame))
             {
                 slot.begin_repeat(Arc::clone(state));
-                self.restored.push(owner);
+                self.restored.push(frame);
             }
         }
     }
@@ -406,7 +408,7 @@ impl<'py> PhaseRun<'py> {
             None => entry.enter(inside)?,
         };
         if let Some(logged) = self.recorded(key.0, key.1) {
-            logged.note(entry, owner, Some(&self.module));
+            logged.note(self.module.py(), entry, owner, Some(&self.module));
         }
         Some(invocation)
     }

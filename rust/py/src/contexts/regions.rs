@@ -383,7 +383,7 @@ impl Regions {
             for hook in firing.iter().flat_map(Firing::iter) {
                 let fires = hook.entry.enabled() || self.repeating();
                 if fires && !hook.entry.removed() {
-                    log.note(hook.entry, hook.owner);
+                    log.note(py, hook.entry, hook.owner);
                 }
             }
             let log = Arc::new(log);

@@ -5,7 +5,6 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::capture::request::{RequestBase, Source};
 use crate::cpython::invoke;
 use crate::effects::intervention::InterventionBase;
 use crate::error::hook_error;
@@ -15,34 +14,55 @@ use crate::rows::calls::merging::{InBatch, Merging, in_batch};
 use crate::rows::matrix::CallArguments;
 use crate::rows::membership::Membership;
 use crate::rows::places::Tokens;
+use crate::rows::tracker::TokenTracker;
 use crate::torch;
 use crate::torch::tree::ModuleTree;
 
-/// Hook of a plan that fires at some positions of its request: an intervention, or a forward hook
-/// of PyTorch's contract, whose result replaces the output there.
+/// Hook at some positions: an intervention, or a forward hook of PyTorch's contract, whose result
+/// replaces the output there.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct MaskedHook {
     hook: Py<PyAny>,
     /// True for an intervention.
     intervenes: bool,
-    /// Index of the positions in the plan.
+    /// Index of the positions in the plan or the tracker.
     mask: usize,
+    /// None in a plan, whose requests are trackers.
+    tracker: Option<Py<TokenTracker>>,
 }
 
 #[pymethods]
 impl MaskedHook {
     #[new]
-    fn new(hook: Bound<'_, PyAny>, mask: usize) -> (Self, NativeHook) {
+    #[pyo3(signature = (hook, mask, tracker = None))]
+    fn new(
+        hook: Bound<'_, PyAny>,
+        mask: usize,
+        tracker: Option<Py<TokenTracker>>,
+    ) -> (Self, NativeHook) {
         let masked = Self {
             intervenes: hook.is_instance_of::<InterventionBase>(),
             hook: hook.unbind(),
             mask,
+            tracker,
         };
         (masked, NativeHook::of::<Self>())
     }
 
+    /// The hook that the user registered.
+    #[getter]
+    fn hook(&self, py: Python<'_>) -> Py<PyAny> {
+        self.hook.clone_ref(py)
+    }
+
+    /// A copy of a module shares it.
+    fn __deepcopy__(slf: Py<Self>, _memo: Bound<'_, PyAny>) -> Py<Self> {
+        slf
+    }
+
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.hook)
+        visit.call(&self.hook)?;
+        visit.call(&self.tracker)
     }
 }
 
@@ -59,15 +79,19 @@ impl Native for MaskedHook {
         !self.intervenes
     }
 
+    fn state_of<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        Some(self.tracker.as_ref()?.bind(py).clone().into_any())
+    }
+
     fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let request = Source::request(turn.owner)?;
+        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
         let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
-        let mask = match RequestBase::chosen(request, self.mask, own)? {
+        let mask = match TokenTracker::chosen(tracker, self.mask, own)? {
             Chosen::Nothing => return Ok(None),
             Chosen::At(mask) => mask,
         };
@@ -114,8 +138,8 @@ impl InBatch for MaskedHook {
         let Some(merging) = intervention.get().merges(intervention, phase, owner)? else {
             return Ok(None);
         };
-        let request = owner.cast::<RequestBase>()?;
-        let places = RequestBase::places(request, self.mask);
+        let tracker = TokenTracker::of(py, self.tracker.as_ref(), Some(owner))?;
+        let places = TokenTracker::places(tracker, self.mask);
         Ok(places.map(|places| Merging {
             at: Some((self.mask, places)),
             ..merging
@@ -127,27 +151,49 @@ impl InBatch for MaskedHook {
 /// that take tokens, which has the positions of these found.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct PlanGuard {
-    /// None on a part of the model.
+    /// None on a part of the model, and outside of plans.
     tree: Option<Py<ModuleTree>>,
-    /// Finds positions, called with (module, args, kwargs, request); None if the plan needs none.
+    /// Finds positions, called with (module, args, kwargs, tracker); None if none are needed.
     positions: Option<Py<PyAny>>,
+    /// None in a plan, whose requests are trackers.
+    tracker: Option<Py<TokenTracker>>,
 }
 
 #[pymethods]
 impl PlanGuard {
     /// Makes a guard for the modules of a tree.
     #[new]
-    fn new(tree: Option<Py<ModuleTree>>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
-        (Self { tree, positions }, NativeHook::of::<Self>())
+    #[pyo3(signature = (tree, positions, tracker = None))]
+    fn new(
+        tree: Option<Py<ModuleTree>>,
+        positions: Option<Py<PyAny>>,
+        tracker: Option<Py<TokenTracker>>,
+    ) -> (Self, NativeHook) {
+        let guard = Self {
+            tree,
+            positions,
+            tracker,
+        };
+        (guard, NativeHook::of::<Self>())
+    }
+
+    /// A copy of a module shares it.
+    fn __deepcopy__(slf: Py<Self>, _memo: Bound<'_, PyAny>) -> Py<Self> {
+        slf
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.tree)?;
-        visit.call(&self.positions)
+        visit.call(&self.positions)?;
+        visit.call(&self.tracker)
     }
 }
 
 impl Native for PlanGuard {
+    fn hidden(&self) -> bool {
+        true
+    }
+
     fn phase(&self) -> Option<Phase> {
         Some(Phase::ForwardPre)
     }
@@ -168,13 +214,14 @@ impl Native for PlanGuard {
             ));
         }
         if let Some(positions) = &self.positions {
-            let request = Source::request(turn.owner)?;
-            if Membership::positioned(request.as_super().get()) {
+            let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
+            let frame = tracker.as_super().get();
+            if Membership::positioned(frame) {
                 return Ok(None);
             }
-            Membership::begin_call(request.as_super().get(), None);
+            Membership::begin_call(frame, None);
             let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
-            let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
+            let arguments = [turn.module, turn.args, &kwargs, tracker.as_any()];
             invoke::call(positions.bind(py), arguments)?;
         }
         Ok(None)
@@ -195,22 +242,35 @@ impl Native for PlanGuard {
 pub struct EndOfCall {
     /// Takes note of the call, called with (tokens, output).
     note: Py<PyAny>,
+    /// None in a plan, whose requests are trackers.
+    tracker: Option<Py<TokenTracker>>,
 }
 
 #[pymethods]
 impl EndOfCall {
     #[new]
-    fn new(note: Py<PyAny>) -> (Self, NativeHook) {
-        (Self { note }, NativeHook::of::<Self>())
+    #[pyo3(signature = (note, tracker = None))]
+    fn new(note: Py<PyAny>, tracker: Option<Py<TokenTracker>>) -> (Self, NativeHook) {
+        (Self { note, tracker }, NativeHook::of::<Self>())
+    }
+
+    /// A copy of a module shares it.
+    fn __deepcopy__(slf: Py<Self>, _memo: Bound<'_, PyAny>) -> Py<Self> {
+        slf
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.note)
+        visit.call(&self.note)?;
+        visit.call(&self.tracker)
     }
 }
 
 impl Native for EndOfCall {
     fn last(&self) -> bool {
+        self.tracker.is_none()
+    }
+
+    fn hidden(&self) -> bool {
         true
     }
 
@@ -224,11 +284,12 @@ impl Native for EndOfCall {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let request = Source::request(turn.owner)?.as_super().get();
-        if Membership::positioned(request) {
+        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
+        let frame = tracker.as_super().get();
+        if Membership::positioned(frame) {
             return Ok(None);
         }
-        if let Some(tokens) = Membership::end_call(request).and_then(|call| call.tokens) {
+        if let Some(tokens) = Membership::end_call(frame).and_then(|call| call.tokens) {
             invoke::call(self.note.bind(py), [tokens.bind(py), turn.value])?;
         }
         Ok(None)

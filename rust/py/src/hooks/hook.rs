@@ -178,6 +178,11 @@ impl Hook {
         self.native?(self.object.bind(py)).ok()
     }
 
+    /// True for a hook that users do not see among their own.
+    pub fn hidden(&self, py: Python<'_>) -> bool {
+        self.native(py).is_some_and(Native::hidden)
+    }
+
     /// True if its calls may change a value.
     pub fn changes(&self, py: Python<'_>) -> bool {
         self.native(py).is_none_or(Native::changes)

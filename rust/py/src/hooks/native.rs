@@ -115,10 +115,14 @@ pub type Extension = dyn Any + Send + Sync;
 /// Native hook: an object of a class that extends [`NativeHook`]. Methods with an `object` get the
 /// hook itself.
 pub trait Native: Any + Send + Sync {
-    /// True for a hook of the package itself: it stays after all others, is not listed, cleared or
-    /// copied, and its errors are not attributed to a hook.
+    /// True for a hook of the package itself: it stays after all others, is not cleared or copied, and its errors are not attributed to a hook.
     fn last(&self) -> bool {
         false
+    }
+
+    /// True for a hook that users do not see among their own.
+    fn hidden(&self) -> bool {
+        self.last()
     }
 
     /// True if an [operator](Traced::operator) stands for it in graphs.
@@ -159,6 +163,11 @@ pub trait Native: Any + Send + Sync {
     /// True if it needs gradients of the value.
     fn needs_gradients(&self) -> bool {
         false
+    }
+
+    /// Returns the frame whose state it reads, if that is not its owner.
+    fn state_of<'py>(&self, _py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        None
     }
 
     /// Returns what others ask of the class, beside calling it.

@@ -20,3 +20,4 @@ pub mod membership;
 pub mod numbers;
 pub mod places;
 mod positions;
+pub mod tracker;

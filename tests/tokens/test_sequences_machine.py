@@ -1,4 +1,4 @@
-"""Random sequences in one request: chunks, drafts, cached prefixes, turns, steps by hand, padding.
+"""Random sequences in one scope: chunks, drafts, cached prefixes, turns, steps by hand, padding.
 
 They run behind each other or on a thread each. The oracle is a plain copy of the model with hooks
 by hand: they know the prompt of each call, as the program that makes it does, and count columns.
@@ -6,10 +6,11 @@ by hand: they know the prompt of each call, as the program that makes it does, a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ import ferrohook as fh
 from support.amounts import amount
 from support.language_models import encoder_decoder_model, language_model
 from support.threads import run_together
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 transformers = pytest.importorskip("transformers")
 
@@ -278,13 +282,33 @@ def assert_same_rows(ours: list[Tensor], theirs: list[Tensor]) -> None:
         left = torch.cat([left[:nearest], left[nearest + 1 :]])
 
 
-@settings(max_examples=amount(25, whole=150), deadline=None, suppress_health_check=[*HealthCheck])
+@contextlib.contextmanager
+def acting(way: str, model: Any, at: Any) -> Iterator[tuple[Any, Any, float]]:
+    """Scales and captures at positions; the scope, the activations, and the factor of these."""
+    if way == "plan":
+        plan = fh.Plan(
+            fh.keep(LAYER, at=at, calls="all", copy="clone"),
+            fh.on(LAYER, fh.Scale(FACTOR), at=at),
+        )
+        with plan.prepare(model) as prepared, prepared.open() as request:
+            yield request, request.acts, 1.0
+        return
+    capture = fh.capture(model, LAYER, at=at, calls="all", copy="clone")
+    with capture as acts:
+        # In the scope of the capture, or for all contexts.
+        scope: Any = "innermost" if way == "scope" else None
+        with fh.register(model, LAYER, fh.Scale(FACTOR), at=at, scope=scope):
+            yield capture, acts, FACTOR
+
+
+@settings(max_examples=amount(40, whole=250), deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     at=st.sampled_from([*ATS]),
     program=st.lists(steps, min_size=1, max_size=4),
     threads=st.booleans(),
+    way=st.sampled_from(("plan", "scope", "global")),
 )
-def test_sequences_of_one_request(at: str, program: list[Any], threads: bool) -> None:
+def test_sequences_of_one_scope(at: str, program: list[Any], threads: bool, way: str) -> None:
     model = model_of(0, hooked=True)
     named, chosen = ATS[at]
     expected, rows = [], []
@@ -292,24 +316,21 @@ def test_sequences_of_one_request(at: str, program: list[Any], threads: bool) ->
         hand = ByHand(model, chosen)
         expected.append(flat(step.run(hand, at in NEEDS_PROMPT)))
         rows += hand.kept
-    plan = fh.Plan(
-        fh.keep(LAYER, at=named, calls="all", copy="clone"),
-        fh.on(LAYER, fh.Scale(FACTOR), at=named),
-    )
     got: list[Any] = [None] * len(program)
 
     def run(number: int) -> None:
         with torch.no_grad():
             got[number] = flat(program[number].run(Ours(model), at in NEEDS_PROMPT))
 
-    with plan.prepare(model) as prepared, prepared.open() as request:
+    with acting(way, model, named) as (scope, acts, factor):
         if threads:
-            calls = [functools.partial(request.wrap(run), each) for each in range(len(program))]
+            calls = [functools.partial(scope.wrap(run), each) for each in range(len(program))]
             run_together(*calls)
         else:
             for number in range(len(program)):
                 run(number)
-        kept = [*request.acts[LAYER]] if LAYER in request.acts else []
+        kept = [*acts[LAYER]] if LAYER in acts else []
+    rows = [row * factor for row in rows]
     for ours, theirs in zip(got, expected, strict=True):
         for one_value, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)

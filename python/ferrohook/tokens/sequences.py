@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ferrohook.errors import HookError
-from ferrohook.plans.positions import PADDING, Tokens
+from ferrohook.tokens.positions import PADDING, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,0 +1,113 @@
+//! `TokenTracker`: the frame that knows which tokens the running calls of a model have.
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::contexts::frame::Frame;
+use crate::error::hook_error;
+use crate::rows::at::{Chosen, Masks, MasksOfTokens};
+use crate::rows::mask::Mask;
+use crate::rows::membership::{MemberCall, Membership};
+use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions};
+
+/// Frame that knows the tokens at some positions in the running calls of a model: a request of a
+/// plan, or the tracker that a hook or a capture with positions has, which nobody enters.
+#[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
+pub struct TokenTracker;
+
+#[pymethods]
+impl TokenTracker {
+    #[new]
+    #[pyo3(signature = (*_others))]
+    fn new(_others: &Bound<'_, PyTuple>) -> (Self, Frame) {
+        (Self, Frame::default())
+    }
+
+    /// Sets the tokens at each of the positions, tensors of bools. In the calls of a batch; or, with
+    /// the `tokens` of a call, in the call that begins on this thread.
+    ///
+    /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
+    #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
+    fn set_masks(
+        slf: &Bound<'_, Self>,
+        masks: &Bound<'_, PyTuple>,
+        tokens: Option<Py<PyAny>>,
+        positions: Option<Py<PyAny>>,
+        sequences: u64,
+    ) -> PyResult<()> {
+        let chosen = |mask: Bound<'_, PyAny>| {
+            let mask = Mask::of_any(&mask)?;
+            Ok(mask.map_or(Chosen::Nothing, |mask| Chosen::At(Arc::new(mask))))
+        };
+        let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
+        let call = positions.map(|positions| (positions, sequences));
+        let masks = Masks::Tokens(MasksOfTokens::new(chosen, call));
+        let frame = slf.as_super().get();
+        if tokens.is_none() {
+            Membership::set_masks(frame, Some(masks));
+        } else {
+            let masks = Some(Arc::new(masks));
+            Membership::set_call(frame, MemberCall { masks, tokens });
+        }
+        Ok(())
+    }
+
+    /// Tokens of the call around the one that starts on this thread, with their sequences.
+    #[getter]
+    fn tokens_around(slf: &Bound<'_, Self>) -> Option<Py<PyAny>> {
+        Membership::around(slf.py(), slf.as_super().get())?.tokens
+    }
+
+    /// Has the call that begins on this thread the tokens of the one around it.
+    fn inherit_tokens(slf: &Bound<'_, Self>) {
+        let frame = slf.as_super().get();
+        if let Some(call) = Membership::around(slf.py(), frame) {
+            Membership::set_call(frame, call);
+        }
+    }
+}
+
+impl TokenTracker {
+    /// Returns the tracker of a hook: its own, or else the request that it fires for.
+    pub fn of<'a, 'py>(
+        py: Python<'py>,
+        own: Option<&'a Py<Self>>,
+        owner: Option<&'a Bound<'py, PyAny>>,
+    ) -> PyResult<&'a Bound<'py, Self>> {
+        if let Some(own) = own {
+            return Ok(own.bind(py));
+        }
+        let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
+        Ok(owner.ok_or_else(nobody)?.cast()?)
+    }
+
+    /// Returns the tokens at one of the positions; `own`: the rows of the value, where they differ
+    /// from the rows of the batch.
+    pub fn chosen(slf: &Bound<'_, Self>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
+        let py = slf.py();
+        let Some(masks) = Membership::masks(slf.as_super().get()) else {
+            return Err(hook_error(
+                py,
+                "the positions of this call are not known: call the model that at= was given for, \
+                 not a part of it",
+            ));
+        };
+        masks.chosen(py, at, own)
+    }
+
+    /// Returns the positions of the running call's tokens that are at one of the positions.
+    pub fn positions_at(slf: &Bound<'_, Self>, at: usize) -> PyResult<Option<TokenPositions>> {
+        let masks = Membership::masks(slf.as_super().get());
+        masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
+    }
+
+    /// Returns one of the positions as places among the rows of the batch; None if they are not
+    /// known as such.
+    pub fn places(slf: &Bound<'_, Self>, at: usize) -> Option<Vec<MemberPlace>> {
+        let masks = Membership::masks(slf.as_super().get())?;
+        masks.places(at).map(<[_]>::to_vec)
+    }
+}
