@@ -41,6 +41,7 @@ __all__ = [
     "ShapeDetector",
     "SitesBase",
     "Stop",
+    "TokenTracker",
     "TypedHook",
     "__version__",
     "assign_class",
@@ -458,7 +459,6 @@ class _PreparedPlan(Protocol):
     fired: bool
     warned: bool
 
-@disjoint_base
 class TokenTracker(Frame):
     def __new__(cls, *_others: object) -> Self: ...
     def set_masks(

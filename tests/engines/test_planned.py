@@ -88,7 +88,7 @@ def test_rows_run_again_replace_and_later_ones_are_cut_off(model: nn.Sequential)
     result = request.result(end=5)
 
     assert result.error is None
-    assert result.positions("0") == [0, 1, 2, 3, 4]
+    assert result.acts.positions("0") == [0, 1, 2, 3, 4]
     torch.testing.assert_close(result.acts["0"], 2 * model(x)[:5])
     assert worker.retire("a") is None
 
@@ -104,7 +104,7 @@ def test_a_fork_has_the_rows_of_its_parent_that_it_never_ran(model: nn.Sequentia
     for request, rows in zip((parent, *forks), (5, 5, 4), strict=True):
         request.close()
         result = request.result()
-        assert result.positions("0") == [*range(rows)]
+        assert result.acts.positions("0") == [*range(rows)]
         torch.testing.assert_close(result.acts["0"], 2 * model(x)[:rows])
         assert [*result.acts] == ["0"]
 
@@ -165,5 +165,5 @@ def test_positions_of_a_plan_are_changed_in_its_own_rows(model: nn.Sequential) -
     changed = [(output[row] != plain[row]).any().item() for row in range(7)]
     assert changed == [False, False, True, False, False, False, False]  # a's position 2
     result = request.result()
-    assert result.positions("0") == [0, 1]
+    assert result.acts.positions("0") == [0, 1]
     torch.testing.assert_close(result.acts["0"], plain[4:6])

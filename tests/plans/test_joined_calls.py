@@ -66,7 +66,7 @@ def expected(model: Any, texts: Tensor, lengths: list[int], by_hand: Any) -> tup
 
 def check(request: fh.Request, model: Any, texts: Tensor, lengths: list[int], by_hand: Any) -> None:
     right, positions = expected(model, texts, lengths, by_hand)
-    assert request.positions(NAME) == positions
+    assert request.acts.positions(NAME) == positions
     assert torch.allclose(request.acts[NAME], right, atol=1e-5)
     (row,) = request.acts.rows()
     assert row.shape == str(tuple(right.shape))
@@ -103,7 +103,7 @@ def test_a_request_that_generates_has_the_tokens_of_all_steps(  # noqa: PLR0913,
             member = prepared.open()
             with fh.rows.generating([member]):
                 generate(model, ids, mask, **options)
-            assert member.positions(NAME) == request.positions(NAME)
+            assert member.acts.positions(NAME) == request.acts.positions(NAME)
             assert torch.equal(member.acts[NAME], request.acts[NAME])
 
 
@@ -137,12 +137,12 @@ def test_sequences_that_take_turns_do_not_mix(model: Any) -> None:
         for start, end in ((0, 3), (3, 4), (4, 6)):
             for text, cache in zip(texts, caches, strict=True):
                 model(text[:, start:end], **{named: cache})
-        assert request.positions(NAME) == [4, 5]
+        assert request.acts.positions(NAME) == [4, 5]
         assert torch.allclose(request.acts[NAME], right[4:], atol=1e-5)
         model(texts[0][:, 5:6], **{named: caches[1]})
-        assert request.positions(NAME) == [4, 5, 6]
+        assert request.acts.positions(NAME) == [4, 5, 6]
         model(texts[0][:, 5:6], **{named: caches[0]})
-        assert request.positions(NAME) == [6]
+        assert request.acts.positions(NAME) == [6]
 
 
 def test_rows_of_beams_are_those_of_the_last_step(model: Any) -> None:

@@ -110,7 +110,7 @@ def test_they_are_right_wherever_they_are_read(  # noqa: PLR0913, PLR0917 (drawn
         if read and expected:
             right = torch.stack([*expected.values()])
             assert_same(request.acts["0"], right if dtype is None else right.to(dtype))
-            assert request.positions("0") == [*expected]
+            assert request.acts.positions("0") == [*expected]
 
 
 def held(request: Request) -> int:
@@ -144,7 +144,7 @@ def test_a_step_over_the_budget_replaces_nothing(model: nn.Sequential) -> None:
     step(model, request, torch.randn(3, WIDTH), 2)
     assert isinstance(request.error, fh.CaptureBudgetError)
     assert torch.equal(request.acts["0"], x)
-    assert request.positions("0") == [0, 1, 2, 3]
+    assert request.acts.positions("0") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("first", range(8))

@@ -133,16 +133,16 @@ def test_members_have_the_tokens_of_their_rows(
     before, x, own = logits(made), made.embed(IDS), here[1]
     after = before[1].masked_fill(own[:, None], 0)
     assert torch.allclose(steered.acts["router"], after)
-    assert steered.positions("router") == [0, 1, 2, 3, 4]
+    assert steered.acts.positions("router") == [0, 1, 2, 3, 4]
     assert torch.equal(output, torch.stack([x[0], x[1] * 3]))
     assert seen == [(5, WIDTH)]
     if own.any():
         assert torch.allclose(steered.acts["at:router"], after[own])
-        assert steered.positions("at:router") == own.nonzero().flatten().tolist()
+        assert steered.acts.positions("at:router") == own.nonzero().flatten().tolist()
     # Of both tensors, the tokens that are no padding.
     assert torch.allclose(other.acts["router"][0], before[0, 2:])
     assert torch.equal(other.acts["router"][1], before[0, 2:].topk(2, -1).indices)
-    assert other.positions("router") == [0, 1, 2]
+    assert other.acts.positions("router") == [0, 1, 2]
 
 
 @wheres
@@ -172,7 +172,7 @@ def test_tokens_without_padding_are_rows_of_a_matrix(where: str) -> None:
     for request, rows in ((first, [0, 1]), (second, [3, 4])):
         assert request.error is None
         assert torch.allclose(request.acts["router"][0], right[rows])
-        assert request.positions("router") == [0, 1]
+        assert request.acts.positions("router") == [0, 1]
 
 
 def test_as_many_rows_in_another_order_are_refused() -> None:

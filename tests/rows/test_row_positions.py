@@ -14,8 +14,8 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import places_at
-from ferrohook.tokens.positions import At, native_at
 from ferrohook.rows.positions import masks_of
+from ferrohook.tokens.positions import At, native_at
 
 WIDTH = 4
 
@@ -53,9 +53,9 @@ def test_captures_over_steps_are_put_together(model: nn.Sequential, dim: int) ->
         assert request.error is None
         expected = model[0](tokens[request])
         assert torch.allclose(request.acts["0"], expected, atol=1e-6)
-        assert request.positions("0") == [*range(len(expected))]
+        assert request.acts.positions("0") == [*range(len(expected))]
         assert torch.allclose(request.acts["1"], expected[generated].tanh(), atol=1e-6)
-        assert request.positions("1") == generated
+        assert request.acts.positions("1") == generated
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_at(model: nn.Sequential, at: object, chosen: list[int], python: bool, l
         out = out[1]
     assert request.error is None
     assert torch.equal(out, expected)
-    assert request.positions("1") == chosen
+    assert request.acts.positions("1") == chosen
     assert torch.equal(request.acts["1"], expected[rows])
 
 
@@ -125,7 +125,7 @@ def test_positions_that_move_within_a_batch(model: nn.Sequential) -> None:
     for at, request in enumerate(requests):
         expected = torch.cat([model[0](x[at]), model[0](x[at, :1])])
         assert torch.allclose(request.acts["0"], expected[[1, 2, 3]] if at == 0 else expected)
-        assert request.positions("0") == [*range(3 + at)]
+        assert request.acts.positions("0") == [*range(3 + at)]
 
 
 @pytest.mark.parametrize("at", ["generated", slice(1, None)])
@@ -144,8 +144,8 @@ def test_positions_that_move_choose_other_rows(model: nn.Sequential, at: At) -> 
             for row, position in enumerate(ran):
                 length = 1 if at != "generated" or row < 3 else 2
                 assert (out[row] == 0).all() == (row != 2 and position >= length)
-    assert first.positions("0") == [1, 2, 3, 4, 5]
-    assert second.positions("0") == ([2, 3] if at == "generated" else [1, 2, 3])
+    assert first.acts.positions("0") == [1, 2, 3, 4, 5]
+    assert second.acts.positions("0") == ([2, 3] if at == "generated" else [1, 2, 3])
     assert torch.allclose(first.acts["0"][-1], expected[1])
     assert torch.allclose(second.acts["0"][-1], expected[3])
 
@@ -157,9 +157,9 @@ def test_without_positions_captures_are_those_of_the_last_call(model: nn.Sequent
             model(torch.randn(rows, WIDTH))
     assert len(request.acts["0"]) == 3
     with pytest.raises(fh.HookError, match="not known"):
-        request.positions("0")
+        request.acts.positions("0")
     with pytest.raises(fh.SelectionError):
-        request.positions("nothing")
+        request.acts.positions("nothing")
 
 
 def test_positions_of_gathered_rows() -> None:
@@ -179,7 +179,7 @@ def test_positions_of_gathered_rows() -> None:
     positions = torch.tensor([5, 6, 0, 1, 0])
     with fh.batch(rows, positions=positions, gathered={"head": last}):
         model(x, last)
-    assert a.positions("head") == [6]
+    assert a.acts.positions("head") == [6]
     assert torch.equal(b.acts["head"], x[3:4])
     assert [*none.acts] == []  # the module did not run for its rows
 

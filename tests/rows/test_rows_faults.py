@@ -535,7 +535,7 @@ def test_captures_of_gathered_padded_rows_have_the_positions_of_their_columns(
         table = torch.tensor([[-1, -1], [-1, -1], positions])
         with fh.batch({request: 2}, positions=table, gathered={"head": model.rows}):
             model(x)
-    assert request.positions("head") == [0, 1, 2]
+    assert request.acts.positions("head") == [0, 1, 2]
     assert request.acts["head"][:, 0].tolist() == [30, 3, 30]
 
 

@@ -119,7 +119,7 @@ def test_each_prompt_gets_what_it_gets_alone(
         assert tokens[row].tolist() == alone.tokens.tolist()
         for name in names:
             expected = alone.acts(name)
-            assert request.positions(name) == [*range(len(expected))]
+            assert request.acts.positions(name) == [*range(len(expected))]
             torch.testing.assert_close(request.acts[name], expected, rtol=1e-9, atol=1e-9)
         request.close()
 
@@ -135,7 +135,7 @@ def test_a_rejected_draft_leaves_no_row(pair: tuple[Any, tuple[str, ...]], ends:
         with fh.rows.generating([request]):
             new = generate(model, prompt, eos_token_id=eos, **options)[0]
         assert new.tolist() == plain[: plain.tolist().index(eos) + 1].tolist()
-        assert request.positions(names[0]) == [*range(len(prompt[0]) + len(new) - 1)]
+        assert request.acts.positions(names[0]) == [*range(len(prompt[0]) + len(new) - 1)]
         with torch.no_grad(), fh.capture(model, names[0]) as acts:
             model(torch.cat([*prompt, new[:-1]])[None])
         torch.testing.assert_close(request.acts[names[0]], acts[names[0]][0], rtol=1e-9, atol=1e-9)

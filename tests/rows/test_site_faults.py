@@ -137,7 +137,7 @@ def test_a_batch_without_a_size_is_refused(model: Net) -> None:
         pass
     with fh.batch({request: 0}, positions=torch.arange(ROWS)):
         model(numbered())
-    assert request.positions("head") == [0]
+    assert request.acts.positions("head") == [0]
 
 
 @pytest.mark.usefixtures("sites")

@@ -153,11 +153,11 @@ def test_positions(model: Model, dim: int) -> None:
                 model(x if dim == 0 else x[None])
         h = Layer.forward(model.layers[0], tokens)
         assert torch.allclose(request.acts["layers.0"], h[1:], atol=1e-6)
-        assert request.positions("layers.0") == [1, 2, 3]
+        assert request.acts.positions("layers.0") == [1, 2, 3]
         h = Layer.forward(model.layers[1], h)
         h[2:] += v
         assert torch.allclose(request.acts["layers.1"], h, atol=1e-6)
-        assert other.positions("layers.1") == [7]
+        assert other.acts.positions("layers.1") == [7]
 
 
 def test_a_sum_of_two_tensors() -> None:

@@ -179,7 +179,7 @@ def test_a_model_without_tokens_has_positions_in_batches_alone() -> None:
         with fh.batch({request: [1, 2]}, positions=torch.tensor([-1, 4, 5]), lengths={request: 5}):
             output = model(x)
         assert torch.equal(request.acts["0"], output[1:2])
-        assert request.positions("0") == [4]
+        assert request.acts.positions("0") == [4]
     with fh.Plan(fh.keep("0")).prepare(model) as prepared, prepared.open():
         model(x)
 

@@ -147,7 +147,7 @@ def test_rows_of_a_model_that_drafts_for_itself_are_those_of_its_text(
     ran = text.shape[1] - 1
     states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states
     for label, right in (("new", range(10, ran)), ("all", range(ran)), ("one", [10])):
-        assert request.positions(f"{label}:{LAYER}") == [*right]
+        assert request.acts.positions(f"{label}:{LAYER}") == [*right]
         torch.testing.assert_close(request.acts[f"{label}:{LAYER}"], states[1][0, [*right]])
 
 
@@ -178,7 +178,7 @@ def test_what_was_cut_out_of_a_cache_leaves_no_row(
             text = text[:, :-1]  # the last token has not run
         else:
             model(text[:, 8 - cut :], past_key_values=cache)
-    assert request.positions(LAYER) == [*range(text.shape[1])]
+    assert request.acts.positions(LAYER) == [*range(text.shape[1])]
     states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states[1]
     torch.testing.assert_close(request.acts[LAYER], states[0])
 
@@ -193,7 +193,7 @@ def test_rows_of_a_cache_that_was_cut_back_at_several_positions_are_of_the_last_
         model(ids, attention_mask=mask, past_key_values=cache)
         cache.crop(-1)
         model(torch.tensor([[3], [4]]), attention_mask=mask, past_key_values=cache)
-    assert request.positions(LAYER) == [2, 4]
+    assert request.acts.positions(LAYER) == [2, 4]
 
 
 CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -221,7 +221,7 @@ def test_rows_of_a_cache_that_was_reordered_by_hand_are_other_sequences(
     text = torch.cat([torch.cat([ids, new], 1)[of], new], 1)
     states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states[1]
     for name in (LAYER, f"new:{LAYER}"):
-        assert request.positions(name) == [5, 5]
+        assert request.acts.positions(name) == [5, 5]
         torch.testing.assert_close(request.acts[name], states[:, 5])
 
 
@@ -239,7 +239,7 @@ def test_reordered_rows_with_other_padding_need_a_mask(model: Any) -> None:
                     model(new, past_key_values=cache)
             else:
                 model(new, attention_mask=given, past_key_values=cache)
-                assert request.positions(LAYER) == [5, 3]
+                assert request.acts.positions(LAYER) == [5, 3]
 
 
 def test_reordered_states_of_a_state_space_model_need_a_mask() -> None:
@@ -255,14 +255,14 @@ def test_reordered_states_of_a_state_space_model_need_a_mask() -> None:
         with torch.no_grad(), plan.prepare(mamba) as prepared, prepared.open() as request:
             mamba(ids, attention_mask=(ids > 0).long(), cache=cache)
             mamba(new, cache=cache)
-            assert request.positions(name) == [3, 5]
+            assert request.acts.positions(name) == [3, 5]
             if reorders:
                 cache.reorder_cache(torch.tensor([1, 0]))
                 with pytest.raises(fh.HookError, match="Give an attention_mask"):
                     mamba(new, cache=cache)
             else:
                 mamba(new, cache=cache)
-                assert request.positions(name) == [3, 4, 5, 6]
+                assert request.acts.positions(name) == [3, 4, 5, 6]
 
 
 def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
@@ -422,7 +422,7 @@ def test_lengths_told_as_it_is_opened_hold_in_a_batch(model: Any) -> None:
         request = prepared.open(prompt=3)
         with fh.batch({request: 0}, positions=torch.arange(5)[None]):
             model(ids)
-        assert request.positions(LAYER) == [2]
+        assert request.acts.positions(LAYER) == [2]
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_models_with_other_caches(kind: str) -> None:
         requests = [prepared.open(), prepared.open()]
         with fh.rows.generating(requests):
             model.generate(ids, **options)
-        assert [each.positions(name) for each in requests] == [[*range(6)], [*range(8)]]
+        assert [each.acts.positions(name) for each in requests] == [[*range(6)], [*range(8)]]
 
 
 @pytest.fixture(scope="module")
@@ -562,7 +562,7 @@ def test_states_that_are_written_in_place_are_a_sequence(
     name = "rwkv.blocks.1.ln1"
     with fh.Plan(fh.keep(name, at=at)).prepare(rwkv) as prepared, prepared.open() as request:
         text = rwkv.generate(prompt(6), **GREEDY)
-    assert request.positions(name) == right
+    assert request.acts.positions(name) == right
     with fh.capture(rwkv, name) as whole:
         rwkv(text, use_cache=False)
     torch.testing.assert_close(request.acts[name], whole[name][0, right])
@@ -574,7 +574,7 @@ def test_a_copy_of_states_that_no_call_returned_is_refused(rwkv: Any) -> None:
     with plan.prepare(rwkv) as prepared, prepared.open() as request:
         state = rwkv(prompt(5), use_cache=True).state
         rwkv(prompt(1), state=state, use_cache=True)
-        assert request.positions(name) == [5]
+        assert request.acts.positions(name) == [5]
         with pytest.raises(fh.HookError, match=r"state.* do not tell how many tokens came before"):
             rwkv(prompt(1), state=copy.deepcopy(state))
 
@@ -652,8 +652,8 @@ def test_each_stack_has_its_own_positions_in_generate(kind: str) -> None:
         requests = [prepared.open(), prepared.open()]
         with fh.rows.generating(requests):
             model.generate(source, **options)
-    assert [each.positions(encoder) for each in requests] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert [each.positions(decoder) for each in requests] == [[0, 1, 2]] * 2
+    assert [each.acts.positions(encoder) for each in requests] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [each.acts.positions(decoder) for each in requests] == [[0, 1, 2]] * 2
 
 
 def clip() -> Any:

@@ -352,12 +352,12 @@ def test_each_prompt_of_a_generation(step: Generate, ats: list[str]) -> None:
         states = model.model(own[None], output_hidden_states=True).hidden_states[1][0]
         ran = torch.arange(len(own) - 1)  # the last token is computed and does not run
         assert request.error is None
-        assert request.positions(f"all:{LAYER}") == ran.tolist()
+        assert request.acts.positions(f"all:{LAYER}") == ran.tolist()
         close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
         close(request.acts[f"all:{LAYER}"], states[:-1])
         right = ran[ATS[at][1](ran, torch.tensor(length))]
         if len(right):
-            assert request.positions(LAYER) == right.tolist()
+            assert request.acts.positions(LAYER) == right.tolist()
             close(request.acts[LAYER], states[right])
         else:
             assert LAYER not in request.acts

@@ -73,6 +73,14 @@ def test_positions_count_from_each_rows_own_first_token(model: Any, ids: Tensor)
         assert torch.equal(first[LAYER], expected)
         model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert generated[LAYER].shape == (2 * 3, WIDTH)  # the last token never runs
+    assert generated.positions(LAYER) == [3, 4, 5, 5, 6, 7]
+    assert first.positions(LAYER) == [0, 0]
+    with pytest.raises(fh.HookError, match="capture at="):
+        whole.positions(LAYER)
+    with pytest.raises(fh.SelectionError, match="is not among the captured modules"):
+        first.positions("lm_head")
+    with pytest.raises(fh.HookError, match="not known"):
+        copy.deepcopy(first).positions(LAYER)
 
 
 def test_quantities_and_heads_have_their_tokens_chosen(model: Any, ids: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ferrohook._core import CacheBase
 from ferrohook.captures import tensor_files
 from ferrohook.captures.captured import CapturedView, Gradients, not_captured
-from ferrohook.errors import SelectionError
+from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select_names
 from ferrohook.util.arguments import expect
 from ferrohook.util.tables import as_frame, as_html, as_text, rows_of
@@ -220,6 +220,24 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         Needs the package safetensors.
         """
         return cls(**tensor_files.load(path))
+
+    def positions(self, name: str) -> list[int]:
+        """Returns the positions of the tokens that a value has, in order; one for each of its rows.
+
+        Known for captures at positions (`at=`), and for requests in batches with positions. With
+        several sequences, the positions of the first one come first, then the next one's.
+
+        Raises:
+            SelectionError: no module of this name was selected.
+            HookError: the positions of a captured call are not known, or it is a copy, which has
+                the values only.
+        """
+        find = getattr(self._activations, "positions", None)
+        tokens: list[int] | None = None if find is None else find(name)
+        if tokens is not None:
+            return tokens
+        msg = f"the positions of {name!r} are not known: capture at=, or give positions to a batch"
+        raise HookError(msg)
 
     def rows(
         self, pattern: str | re.Pattern[str] | None = None, *, stale: bool = False

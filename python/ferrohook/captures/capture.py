@@ -62,7 +62,7 @@ class CaptureSession:
     ) -> None:
         self.model = model
         self._options = options
-        self._at = at
+        self._at: At = at
         self._places = places
         self._stacks: dict[str, TokenStack | None] = {}
         if at is not None:

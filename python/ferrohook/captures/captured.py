@@ -45,6 +45,11 @@ class Recorded(NamedTuple):
         finish(self.collector)
         return self._values(place, stale=stale)
 
+    def positions(self, place: int) -> list[int] | None:
+        """Returns the positions of the tokens of a place's values; None if they are not known."""
+        finish(self.collector)
+        return self.collector.tokens(place)
+
     def _values(self, place: int, *, stale: bool) -> list[Any]:
         values = self.collector.read(place, stale=stale, finish=self.copies.finish)
         return self._after_transforms(values)
@@ -143,6 +148,9 @@ class _Copied(dict[int, list[Any]]):
     def ran(self) -> list[int]:
         return list(self)
 
+    def positions(self, place: int) -> None:
+        del place  # a copy has the values only
+
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         del stale
         return self.get(place, [])
@@ -210,6 +218,17 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
             if isinstance(part.values, Recorded) and (place := part.places.get(name)) is not None:
                 return part.values.collector.counts_of(place)
         return 1, 0
+
+    def positions(self, name: str) -> list[int] | None:
+        """Returns the positions of a value's tokens, in order; None if they are not known.
+
+        Raises:
+            SelectionError: no module of this name was selected.
+        """
+        for part in self._parts:
+            if (place := part.places.get(name)) is not None:
+                return part.values.positions(place)
+        raise not_captured(name, "is not among", [name for it in self._parts for name in it.places])
 
     def awaits_gradients(self, name: str) -> bool:
         """Returns True if autograd recorded a tensor of a name, so that a gradient may come."""

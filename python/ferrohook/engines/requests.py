@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,8 +27,6 @@ class Result(NamedTuple):
     acts: ActivationCache
     """In order of position: tensors of (positions, ...)."""
     error: BaseException | None
-    positions: Callable[[str], list[int]]
-    """Returns the positions of one of the activations."""
 
 
 class Span(NamedTuple):
@@ -144,9 +142,8 @@ class EngineRequest:
             raise HookError(msg)
         error = self.error or opened.error
         if self.parent is None and end is None:
-            return Result(opened.acts, error, opened.positions)
-        kept = _Joined(self, opened, end)
-        return Result(ActivationCache(kept), error, kept.positions)
+            return Result(opened.acts, error)
+        return Result(ActivationCache(_Joined(self, opened, end)), error)
 
 
 class _Joined(Mapping[str, Any]):
@@ -159,13 +156,16 @@ class _Joined(Mapping[str, Any]):
             self._parts.insert(0, (request.parent.opened, range(request.start)))
 
     def positions(self, name: str) -> list[int]:
-        return [each for part, ran in self._parts for each in part.positions(name) if each in ran]
+        """Returns the positions of a value's tokens, for `ActivationCache.positions`."""
+        return [
+            each for part, ran in self._parts for each in part.acts.positions(name) if each in ran
+        ]
 
     def __getitem__(self, name: str) -> Any:
         parts = []
         for request, ran in self._parts:
             if name in request.acts:
-                positions = request.positions(name)
+                positions = request.acts.positions(name)
                 rows = slice(*(bisect_left(positions, each) for each in (ran.start, ran.stop)))
                 parts.append(map_tensors(itemgetter(rows), request.acts[name]))
         if not parts:

@@ -338,7 +338,7 @@ class EngineWorker:
             expected = [position for position in mask.nonzero()[:, 0].tolist() if position >= since]
             inside = {*expected}
             for name, place, heads in capture.values:
-                found = result.positions(place)
+                found = result.acts.positions(place)
                 if missing := sorted(inside.difference(found)):
                     if result.error is not None:
                         return packed({}, {}, error=reason_of(result.error))

@@ -23,7 +23,6 @@ from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import explain, never_fired
 from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache, cache_of
-from ferrohook.captures.captured import not_captured
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
 from ferrohook.effects.intervention import Intervention
@@ -335,25 +334,6 @@ class Request(RequestBase, Scope):
     def kept(self) -> list[str]:
         """The names in `acts` of all modules that the plan keeps, even if they never ran."""
         return [name for capture in self._plan.captures for name in capture.places]
-
-    def positions(self, name: str) -> list[int]:
-        """The positions whose activations `acts[name]` has, in order; one for each of its rows.
-
-        Known for captures at positions, and for requests in batches with positions. With several
-        rows, the positions of the first row come first, then the next row's.
-
-        Raises:
-            SelectionError: the plan keeps nothing of this name.
-            HookError: the positions of a captured call were not known.
-        """
-        for place, capture in enumerate(self._plan.captures):
-            if (index := capture.places.get(name)) is not None:
-                tokens = self.collector(place).tokens(index)
-                if tokens is None:
-                    msg = f"the positions of {name!r} are not known: give positions to the batch"
-                    raise HookError(msg)
-                return tokens
-        raise not_captured(name, "is not among", self.kept)
 
     @property
     def silent(self) -> list[str]:

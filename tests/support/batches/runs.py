@@ -708,8 +708,8 @@ def mismatched_acts(case: Case, owner: Any, member: Any) -> str | None:
         if not same(ours, expected[name]):
             return f"member {owner.number} captured as {name}\n{ours}\nnot\n{expected[name]}"
     for name, positions in owner.positions().items() if owner.way == "plan" else ():
-        if member.positions(name) != positions:
-            ours = member.positions(name)
+        if member.acts.positions(name) != positions:
+            ours = member.acts.positions(name)
             return f"member {owner.number}: {name} has positions {ours}, not {positions}"
     return None
 
@@ -873,7 +873,7 @@ class Readers:
                 flat(member.acts[name])
             if isinstance(member, fh.Request):
                 with contextlib.suppress(fh.HookError):  # of a batch without positions
-                    member.positions(name)
+                    member.acts.positions(name)
 
 
 # --- Smallest cases -----------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def _give(output: Any, request: EngineRequest | None, end: int | None = None) ->
         return
     try:
         request.close()
-        output.acts, output.hook_error, _ = request.result(end)
+        output.acts, output.hook_error = request.result(end)
     except Exception as fault:  # noqa: BLE001 (the request's failure: the engine goes on)
         output.hook_error = request.error or fault
     if output.hook_error is not None:
