@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ferrohook._core import BatchBase, EndOfCall, MaskedHook, PlanGuard, TokenTracker, frames
 from ferrohook.attach.attention import DIMENSIONS, is_point
-from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.places import Head, Written
@@ -172,14 +171,12 @@ def track(  # noqa: PLR0913 (all but the first three by keyword)
         The hook ahead of each module's calls, by path.
     """
     guards: dict[str, HookHandle] = {}
-    first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": scope, "guard": True}
-    after: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope, "guard": True}
     for path, module in modules.items():
         find = functools.partial(_find_untraced, stacks[path]) if path in stacks else None
         guard = PlanGuard(None if path else tree, find, tracker)
-        (guards[path],) = attachment.register([module], "forward_pre", guard, **first)
+        guards[path] = attachment.guard(module, "forward_pre", guard, scope)
         if find is not None:
-            attachment.register([module], "forward", EndOfCall(_note, tracker), **after)
+            attachment.guard(module, "forward", EndOfCall(_note, tracker), scope)
     return guards
 
 

@@ -27,7 +27,6 @@ use crate::torch;
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;
 
-
 /// The ordered hooks of one module, all phases.
 ///
 /// For Python's garbage collector it is the only owner of the hooks' callables.

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use ferrohook_core::Phase;
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -12,7 +13,8 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::attach::dispatcher::ModuleRef;
 use crate::attach::instrumenting::{
-    acquire, has_hooks_elsewhere, module_ref, register_each, release, release_when_unused,
+    acquire, has_hooks_elsewhere, module_ref, register_each, registry_of, release,
+    release_when_unused,
 };
 use crate::contexts::frame::ScopeArg;
 use crate::contexts::releases::Release;
@@ -136,8 +138,7 @@ impl Attachment {
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
     /// The options are the same as in `ferrohook.register`; `names` are the names of the modules,
-    /// `entry` is the number of the hook's entry in a plan, `guard` is True for a hook that serves the
-    /// others of the attachment.
+    /// `entry` is the number of the hook's entry in a plan.
     ///
     /// Returns:
     ///     The handles, in the order of the modules.
@@ -147,8 +148,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None, names = None, entry = None, guard = false),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None, names=None, entry=None, guard=False)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None, names = None, entry = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None, names=None, entry=None)"
     )]
     #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
     fn register(
@@ -165,7 +166,6 @@ impl Attachment {
         scope: Option<ScopeArg<'_>>,
         names: Option<Vec<String>>,
         entry: Option<u32>,
-        guard: bool,
     ) -> PyResult<Vec<Py<HookHandle>>> {
         let options = HookOptions {
             with_kwargs,
@@ -181,21 +181,47 @@ impl Attachment {
         let registered = register_each(hooks, phase.0, placement, options, audience);
         let add = |handle: PyResult<Py<HookHandle>>| {
             let handle = handle?;
-            let own = handle.clone_ref(py);
-            self.add(py, |contents| {
-                let hooks = if guard {
-                    &mut contents.guards
-                } else {
-                    &mut contents.handles
-                };
-                hooks.push(own);
-            })
-            .inspect_err(|_| {
-                handle.get().hook().remove();
-            })?;
+            self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
+                .inspect_err(|_| {
+                    handle.get().hook().remove();
+                })?;
             Ok(handle)
         };
         registered.map(add).collect()
+    }
+
+    /// Registers a hook that serves the others of the attachment: one that starts each call of an
+    /// instrumented module, ahead of all hooks, or one that ends it, after all hooks.
+    ///
+    /// Raises:
+    ///     HookError: the module is not instrumented, or the scope or the attachment is closed.
+    #[pyo3(signature = (module, phase, hook, scope = None))]
+    fn guard(
+        &self,
+        py: Python<'_>,
+        module: Bound<'_, PyAny>,
+        phase: PhaseName,
+        hook: Bound<'_, PyAny>,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<Py<HookHandle>> {
+        let starts = phase.0 == Phase::ForwardPre;
+        let options = HookOptions {
+            always_call: !starts,
+            ..OnError::Raise.into()
+        };
+        let priority = Priority(if starts { i64::MAX } else { i64::MIN });
+        let audience = Audience::of_caller(py, scope.as_ref())?;
+        let registry = registry_of(&module)?;
+        let placement = priority.place(starts);
+        let handle = registry
+            .get()
+            .register(phase.0, &hook, placement, options, audience, None)?;
+        let handle = Py::new(py, handle)?;
+        self.add(py, |contents| contents.guards.push(handle.clone_ref(py)))
+            .inspect_err(|_| {
+                handle.get().hook().remove();
+            })?;
+        Ok(handle)
     }
 
     /// Takes over modules that were instrumented for a hook, and the hooks on them.

@@ -339,7 +339,10 @@ impl<'py> PhaseRun<'py> {
         let py = self.module.py();
         let Some(replay) = &self.replay else { return };
         for logged in replay.log.all() {
-            let found = logged.state.get().and_then(|it| Some((it.0.get(py)?, &it.1)));
+            let found = logged
+                .state
+                .get()
+                .and_then(|it| Some((it.0.get(py)?, &it.1)));
             if let Some((frame, state)) = found
                 && let Some(slot) = frame.get().slot()
                 && !self.restored.iter().any(|it| it.is(&frame))
