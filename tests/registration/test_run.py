@@ -202,7 +202,7 @@ def test_an_option_that_run_does_not_have_is_refused_by_name(name: str) -> None:
     model, x = Swallowing(), torch.ones(2)
     lens = HookedRootModule.wrap(Swallowing())
     ways: list[Any] = [functools.partial(fh.run, model, x, hooks={"": add(1)})]
-    if name in inspect.signature(fh.keep).parameters:
+    if name in inspect.signature(fh.capture).parameters:
         ways.append(functools.partial(fh.run, torch.compile(model, backend="eager"), x))
     own = inspect.signature(HookedRootModule.run_with_cache).parameters
     if name not in {"keep", "select", "what"} | own.keys():

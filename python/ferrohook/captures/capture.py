@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, overload
 
 from ferrohook._core import Attachment
 from ferrohook.attach.instrument import attach
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ferrohook._core import Frame
     from ferrohook.captures.convert import Index
-    from ferrohook.captures.recorders import Calls
+    from ferrohook.captures.recorders import Calls, CaptureKeywords
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
     from ferrohook.tokens.positions import At
@@ -175,27 +175,13 @@ class Capture(Scope, Generic[V_co]):
         return f"<Capture of {names} module{'s'[: names != 1]} of {model}, {state}>"
 
 
-class _Options(TypedDict, total=False):
-    at: At
-    inputs: bool
-    output_index: object
-    detach: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    slice: Index
-    copy: Literal["checked", "clone", "ref"]
-    grads: bool
-    max_bytes: int | None
-    stop: bool
-
-
 @overload
 def capture(
     model: nn.Module,
     what: Selector = None,
     *,
     calls: Literal["last"] = "last",
-    **options: Unpack[_Options],
+    **options: Unpack[CaptureKeywords],
 ) -> Capture[Tensor]: ...
 @overload
 def capture(
@@ -203,7 +189,7 @@ def capture(
     what: Selector = None,
     *,
     calls: int | Literal["all"],
-    **options: Unpack[_Options],
+    **options: Unpack[CaptureKeywords],
 ) -> Capture[list[Tensor]]: ...
 def capture(  # noqa: PLR0913 (all but the first two by keyword)
     model: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypedDict
 
 import torch
 
@@ -32,6 +32,22 @@ if TYPE_CHECKING:
 
 Calls: TypeAlias = 'Literal["last", "all"] | int'
 """Calls of each module that a capture stores."""
+
+
+class CaptureKeywords(TypedDict, total=False):
+    """Options of a capture but for `calls`, which tells the type of its values; see `capture`."""
+
+    at: At
+    inputs: bool
+    output_index: object
+    detach: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    slice: Index
+    copy: Literal["checked", "clone", "ref"]
+    grads: bool
+    max_bytes: int | None
+    stop: bool
 
 
 class CaptureOptions(NamedTuple):

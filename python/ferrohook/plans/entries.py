@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
-from ferrohook.captures.recorders import options_of
+from ferrohook.captures.recorders import CaptureKeywords, options_of
 from ferrohook.effects.intervention import Intervention
 from ferrohook.tokens.positions import At, check_at
 from ferrohook.tokens.tracking import check_takes_at
@@ -21,7 +21,8 @@ from ferrohook.util.tensors import content_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from ferrohook.captures.convert import Index
+    from typing_extensions import Unpack
+
     from ferrohook.captures.recorders import Calls
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
@@ -180,69 +181,47 @@ def on(  # noqa: PLR0913 (the options of `register`)
     return HookEntry(what, hook, at, phase, chosen)
 
 
-def keep(  # noqa: PLR0913 (the options of `capture`)
-    what: Selector = None,
-    *,
-    at: At = None,
-    label: str | None = None,
-    inputs: bool = False,
-    output_index: object = None,
-    detach: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    slice: Index = None,  # noqa: A002 (the field's term)
-    copy: Literal["checked", "clone", "ref"] = "checked",
-    calls: Calls = "last",
-    grads: bool = False,
-    max_bytes: int | None = None,
-    stop: bool = False,
+class KeepOptions(CaptureKeywords, total=False):
+    """Options of `keep`; see `capture`."""
+
+    calls: Calls
+
+
+_CAPTURE_DEFAULTS: Final = {"detach": True, "copy": "checked", "calls": "last"}
+"""Defaults other than None and False."""
+
+
+def keep(
+    what: Selector = None, *, label: str | None = None, **options: Unpack[KeepOptions]
 ) -> KeepEntry:
-    """Makes the entry of a plan that captures modules.
+    """Makes the entry of a plan that captures modules, with the options of `capture`.
 
     Args:
         what: modules, see `select`; None for all.
-        at: positions of tokens to capture, see `At`: tensors of (tokens, ...); None for all.
         label: prefix of the names in the request's `acts`, as in `"label:layers.3"`; for plans that
             capture a module twice.
-        inputs: as in `capture`, and so are the others.
-        output_index: see `capture`.
-        detach: see `capture`.
-        device: see `capture`.
-        dtype: see `capture`.
-        slice: see `capture`.
-        copy: see `capture`.
-        calls: see `capture`.
-        grads: see `capture`; without `at`.
-        max_bytes: see `capture`; for each request.
-        stop: see `capture`.
+        **options: as in `capture`: `at`, `inputs`, `output_index`, `detach`, `device`, `dtype`,
+            `slice`, `copy`, `calls`, `grads`, `stop`, and `max_bytes` for each request.
 
     Raises:
         HookTypeError, ValueError, RuntimeError: as `capture` does.
+        TypeError: an option that `capture` has not.
     """
+    if unknown := options.keys() - KeepOptions.__annotations__.keys():
+        msg = f"keep() got an unexpected keyword argument {min(unknown)!r}"
+        raise TypeError(msg)
     expect(label, str | None, "label is a str")
     if label is not None:
         check_encodes(label, "label")
-    options: dict[str, Any] = {
-        "inputs": inputs,
-        "output_index": output_index,
-        "detach": detach,
-        "device": device,
-        "dtype": dtype,
-        "slice": slice,
-        "copy": copy,
-        "calls": calls,
-        "grads": grads,
-        "max_bytes": max_bytes,
-        "stop": stop,
-    }
-    options_of(at=at, **options)
-    if device is not None:
+    options_of(**options)
+    at = options.pop("at", None)
+    if (device := options.get("device")) is not None:
         options["device"] = str(torch.device(device))
-    default = {"detach": True, "copy": "checked", "calls": "last"}
+    in_order = {name: options.get(name) for name in KeepOptions.__annotations__}
     chosen = {
         name: value
-        for name, value in options.items()
-        if value is not None and value is not default.get(name, False)
+        for name, value in in_order.items()
+        if value is not None and value is not _CAPTURE_DEFAULTS.get(name, False)
     }
     return KeepEntry(what, at, label, chosen)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.effects.interventions import KINDS
-from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
+from ferrohook.plans.entries import HookEntry, KeepEntry, KeepOptions, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.util.arguments import check_encodes, describe, expect
 from ferrohook.util.texts import missing_package
@@ -292,7 +292,7 @@ class _Reader:
 
 _ENTRIES: Final = {
     "on": frozenset(inspect.signature(on).parameters),
-    "keep": frozenset(inspect.signature(keep).parameters),
+    "keep": frozenset(("what", "label", *KeepOptions.__annotations__)),
 }
 """Names of the fields of an entry, by its type."""
 
