@@ -75,7 +75,9 @@ def described(name: str, value: Any) -> list[str]:
         native = [base for base in value.__bases__ if base.__name__ == "HookedBase"]
         for each in sorted({name for owner in (value, *native) for name in vars(owner)}):
             member = inspect.getattr_static(value, each)
-            if not each.startswith(("_", "extra_repr")) and callable(getattr(value, each, None)):
+            if each.startswith(("_", "extra_repr", "formula")):
+                continue
+            if callable(getattr(value, each, None)):
                 lines.append("  " + _line(f".{each}{_signature(getattr(value, each))}", member))
         if names := [each for each in sorted(vars(value)) if _is_attribute(value, each)]:
             lines[0] += f" Attributes: {', '.join(names)}."

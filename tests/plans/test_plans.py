@@ -317,3 +317,48 @@ def test_copies_of_the_model_have_no_plan() -> None:
         assert torch.equal(pickled(X), expected)
     assert torch.equal(copied(X), expected)
     assert in_no_scope()
+
+
+# --- One request ---------------------------------------------------------------------------------
+
+
+def test_open_prepares_for_one_request() -> None:
+    model, plan = Net(WIDTH), fh.Plan(fh.on("head", fh.Zero()), fh.keep("act"))
+    plain = model(X)
+    with plan.open(model, max_bytes=2**20) as request:
+        assert not model(X).any()
+        assert torch.equal(in_thread(lambda: model(X)), plain)
+    assert instrumented(model) == []
+    assert torch.equal(model(X), plain)
+    assert request.acts["act"].shape == X.shape
+    assert request.prepared.closed
+    with pytest.raises(fh.HookError, match="was closed"):
+        request.prepared.open()
+
+
+def test_a_request_that_is_not_entered_takes_its_plan_with_it() -> None:
+    model = Net(WIDTH)
+    request = fh.Plan(fh.on("head", fh.Zero())).open(model, deadline=60)
+    with fh.batch({request: 0}):
+        assert not model(X)[0].any()
+    del request
+    assert instrumented(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"prompt": 0}, ValueError),
+        ({"max_bytes": 0}, ValueError),
+        ({"prompt": "long"}, fh.HookTypeError),
+        ({"deadline": -1.0}, ValueError),
+    ],
+)
+def test_a_request_that_cannot_be_opened_leaves_no_hook(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    model = Net(WIDTH)
+    with pytest.raises(error) as raised:
+        fh.Plan(fh.on("head", fh.Zero())).open(model, **options)
+    assert raised.value  # its traceback refers to the prepared plan
+    assert instrumented(model) == []

@@ -12,9 +12,11 @@ from ferrohook.util.arguments import at_least, expect, expect_module
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
+
+    from ferrohook.plans.prepared import Request
 
 
 class Plan:
@@ -30,7 +32,7 @@ class Plan:
 
     Examples:
         >>> plan = fh.Plan(fh.on("layers.5", fh.Add(vector)), fh.keep("layers.*"))
-        >>> with plan.prepare(model) as prepared, prepared.open() as request:
+        >>> with plan.open(model) as request:
         ...     model(ids)
         >>> request.acts["layers.3"]
     """
@@ -90,6 +92,36 @@ class Plan:
         if max_bytes is not None:
             at_least(1, "max_bytes", max_bytes)
         return Prepared(self.entries, model, max_bytes)
+
+    def open(
+        self,
+        model: nn.Module,
+        *,
+        deadline: float | None = None,
+        prompt: int | Sequence[int] | None = None,
+        max_bytes: int | None = None,
+    ) -> Request:
+        """Prepares the plan for a model and opens one request; leaving the request closes the plan.
+
+        For many requests, `prepare` once: opening then costs the same for any number of modules.
+
+        Args:
+            model: any module.
+            deadline: see `Prepared.open`.
+            prompt: see `Prepared.open`.
+            max_bytes: see `prepare`.
+
+        Raises:
+            SelectionError, HookError, HookTypeError, ValueError: as `prepare` and `Prepared.open`.
+        """
+        prepared = self.prepare(model, max_bytes=max_bytes)
+        try:
+            request = prepared.open(deadline=deadline, prompt=prompt)
+            prepared.close_with(request)
+        except BaseException:
+            prepared.close()
+            raise
+        return request
 
     def to_json(self) -> str:
         """Writes the plan as JSON, tensors inline, for `from_json`.

@@ -97,7 +97,7 @@ class Prepared:
         """True if all its requests run in batches that know their positions."""
         self._frame = Frame()
         self._contents = _Contents(model, self._frame)
-        attachment = Attachment()
+        self._attachment = attachment = Attachment()
         attachment.release_with(self._frame)
         try:
             self._prepare(model, attachment)
@@ -233,6 +233,8 @@ class Prepared:
             HookTypeError: `prompt` has something else than ints.
             ValueError: it has an int below 1 or of more than 64 bits, or none.
         """
+        if self._attachment.released:
+            self.close()
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
         if prompt is not None:
@@ -243,6 +245,10 @@ class Prepared:
         if deadline is not None:
             request.expire(deadline)
         return request
+
+    def close_with(self, request: Request) -> None:
+        """Has it closed when a request is."""
+        self._attachment.release_with(request)
 
     def close(self) -> None:
         """Removes the hooks, and restores modules that nothing else instruments.
@@ -264,7 +270,7 @@ class Prepared:
     @property
     def closed(self) -> bool:
         """True once it is closed."""
-        return self._frame.closed
+        return self._frame.closed or self._attachment.released
 
     @property
     def outdated(self) -> bool:

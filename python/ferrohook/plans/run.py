@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, cast, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from ferrohook.attach.never_fired import explain
 from ferrohook.captures.capture import capture as _capture
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.captures.cache import ActivationCache
     from ferrohook.names.select import Chosen, Selector
+    from ferrohook.plans.prepared import Request
     from ferrohook.registration.register import Hook
 
 
@@ -113,20 +114,17 @@ def run(
     session = None if capture is None else _capture(model, capture)._tag
     acts: ActivationCache | None = None
     nothing = contextlib.nullcontext()
-    with plan.prepare(model) if isinstance(plan, Plan) else nothing as own_plan:
-        prepared = own_plan or cast("Prepared | None", plan)
-        request = None if prepared is None else prepared.open()
-        if request is not None:
-            request.stacklevel = 3  # of this function's caller
-            acts = request.acts if keeps else None
-        with request or nothing, Scope() as own:
-            groups = [
-                register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()
-            ]
-            if session is not None:
-                acts = session.begin(own)
-            output = model(*args, **kwargs)
-            texts = warnings_of(groups)
+    request: Request | None = None
+    if plan is not None:
+        request = plan.open(model) if isinstance(plan, Plan) else plan.open()
+        request.stacklevel = 3  # of this function's caller
+        acts = request.acts if keeps else None
+    with request or nothing, Scope() as own:
+        groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
+        if session is not None:
+            acts = session.begin(own)
+        output = model(*args, **kwargs)
+        texts = warnings_of(groups)
     if session is not None and (silent := session.silent()):
         texts.append(explain(model, silent))
     for text in texts:

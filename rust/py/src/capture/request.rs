@@ -95,11 +95,16 @@ impl RequestBase {
         error: Option<&Bound<'_, PyAny>>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<()> {
-        Frame::leave(slf.as_super().as_super())?;
-        if error.is_some() {
-            return Ok(());
-        }
-        Self::warn_of_silence(slf)
+        // Releases last: removed hooks do not count the calls that the warning is about.
+        let (frame, py) = (slf.as_super().as_super(), slf.py());
+        let releases = frame.get().take_releases();
+        let left = Frame::leave(frame);
+        let warned = match error {
+            None if left.is_ok() => Self::warn_of_silence(slf),
+            _ => Ok(()),
+        };
+        frame.get().put_releases(py, releases)?;
+        left.and(warned)
     }
 
     /// Warns of modules of its plan that never ran, as leaving it does; for batches. Once per plan:

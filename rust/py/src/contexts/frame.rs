@@ -354,6 +354,20 @@ impl Frame {
             .inspect_err(|_| drop(self.attachments.release(py)))
     }
 
+    /// Takes out what is released on close, for `put_releases`.
+    pub fn take_releases(&self) -> Releases {
+        self.attachments.take()
+    }
+
+    /// Has these released on close: at once if it is closed.
+    pub fn put_releases(&self, py: Python<'_>, releases: Releases) -> PyResult<()> {
+        self.attachments.extend(releases);
+        if self.closed() {
+            return self.attachments.release(py);
+        }
+        Ok(())
+    }
+
     /// Raises if the frame is closed.
     pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
         if self.closed() {

@@ -33,6 +33,10 @@ impl Releases {
         Self(Mutex::new(mem::take(&mut *self.0.lock())))
     }
 
+    pub fn extend(&self, others: Self) {
+        self.0.lock().extend(others.0.into_inner());
+    }
+
     /// Releases all, even if one fails.
     pub fn release(&self, py: Python<'_>) -> PyResult<()> {
         let attachments = mem::take(&mut *self.0.lock());
