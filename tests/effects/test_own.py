@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.errors import HookTypeError
-from support.engines import batching, greedy, tiny_llama
 from support.modules import Echo
 
 WIDTH = 6
@@ -177,6 +176,7 @@ def test_of_a_sum_and_of_a_nested_tensor(make: Any) -> None:
 def test_in_continuous_batching(make: Any) -> None:
     pytest.importorskip("transformers")
     from ferrohook.engines import transformers  # noqa: PLC0415 (needs the package)
+    from support.engines import batching, greedy, tiny_llama  # noqa: PLC0415 (as above)
 
     model = tiny_llama()
     prompt, new = list(range(3, 30)), 6

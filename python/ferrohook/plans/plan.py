@@ -117,7 +117,7 @@ class Plan:
         prepared = self.prepare(model, max_bytes=max_bytes)
         try:
             request = prepared.open(deadline=deadline, prompt=prompt)
-            prepared.close_with(request)
+            prepared._close_with(request)
         except BaseException:
             prepared.close()
             raise

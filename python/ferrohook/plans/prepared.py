@@ -246,7 +246,7 @@ class Prepared:
             request.expire(deadline)
         return request
 
-    def close_with(self, request: Request) -> None:
+    def _close_with(self, request: Request) -> None:
         """Has it closed when a request is."""
         self._attachment.release_with(request)
 
