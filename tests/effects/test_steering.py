@@ -378,14 +378,6 @@ def test_bad_arguments_are_refused(make: Any, error: type[Exception], message: s
         make()
 
 
-@pytest.mark.parametrize("phase", ["backward", "backward_pre"])
-def test_other_phases_are_refused(phase: str) -> None:
-    with pytest.raises((fh.HookTypeError, ValueError), match=r"Zero|phase"):
-        fh.register(nn.Sequential(Echo()), "0", fh.Zero(), phase=phase)
-    with pytest.raises((fh.HookTypeError, ValueError), match=r"Zero|phase"):
-        fh.on("0", fh.Zero(), phase=phase)
-
-
 # --- Data ---------------------------------------------------------------------------------------
 
 

@@ -118,8 +118,8 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     if taps:
         tap = BackwardHook(
             self,
-            [_plain_backward(hook) if kind == "typed" else hook for hook, kind, _ in backward],
-            [hook for hook, _, _ in backward_pre],
+            [_plain_backward(hook, kind) for hook, kind, _ in backward],
+            [_plain_backward(hook, kind) for hook, kind, _ in backward_pre],
         )
         if (args or not kwargs) and _flat(args):
             args = tap.setup_input_hook(args)
@@ -281,11 +281,21 @@ def _check_typed_result(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     raise HookTypeError(msg)
 
 
-def _plain_backward(hook: Any) -> Any:
-    def plain(_module: Any, grad_input: Any, grad_output: Any) -> None:
+def _plain_backward(hook: Any, kind: str) -> Any:
+    """Returns a backward hook of PyTorch's contract."""
+
+    def observe(_module: Any, grad_input: Any, grad_output: Any) -> None:
         hook(grad_input, grad_output)
 
-    return plain
+    def change(_module: Any, gradients: Any, _grad_output: Any = None) -> Any:
+        part = hook[1]
+        # Structures are not traced, see `_call`: a lone gradient is a tensor's.
+        only = part is None and len(gradients) == 1
+        if (gradients[0] if only else part_of(gradients, part)) is None:
+            return None  # autograd computes none
+        return (_intervene(hook, gradients[0]),) if only else _intervene(hook, gradients)
+
+    return {"typed": observe, "intervention": change}.get(kind, hook)
 
 
 def trace_as(native: Any, twin: Any) -> None:

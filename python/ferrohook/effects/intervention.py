@@ -34,15 +34,17 @@ def _as_it_is(vector: Tensor) -> Tensor:
 class Intervention(InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.
 
-    They run natively but for their formula, in the phases `forward` (the output) and `forward_pre`
-    (the input), and are registered wherever a hook is taken. A vector is cast once for each dtype
+    They run natively but for their formula, and are registered wherever a hook is taken. In the
+    phase `forward` they change the output, in `forward_pre` the input, in `backward_pre` the
+    gradient of the output and in `backward` that of the input. A vector is cast once for each dtype
     and device of the tensors that it meets. Under `torch.compile` it is an input of the graph:
     another vector of that shape needs no new trace.
 
     `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
     index, key or attribute, or a tuple of them: `(1, 0)` is the `h` of an LSTM, `(0, "data")` the
     data of the sequence that it returns for a packed one. `"sum"`, for layers that return hidden
-    state and residual, changes the sum of the two: the hidden state takes the difference.
+    state and residual, changes the sum of the two: the hidden state takes the difference. Of
+    gradients it is a place in PyTorch's tuple of them.
 
     A kind of your own is a subclass with a `formula` and the names of its arguments. It works
     wherever the others do: in plans and their JSON, in batches, under `torch.compile`.

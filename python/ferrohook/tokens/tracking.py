@@ -63,11 +63,15 @@ def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: boo
     Raises:
         HookTypeError: it cannot.
     """
-    plain = callable(hook) and not hasattr(hook, "phase") and phase == "forward"
-    if not isinstance(hook, Intervention) and (not plain or with_kwargs or always_call):
+    if isinstance(hook, Intervention):
+        takes = phase.startswith("forward")
+    else:
+        plain = callable(hook) and not hasattr(hook, "phase") and phase == "forward"
+        takes = plain and not with_kwargs and not always_call
+    if not takes:
         msg = (
-            "at takes an intervention, or a forward hook of the form hook(module, args, output), "
-            "without with_kwargs and always_call"
+            "at takes an intervention in a forward phase, or a forward hook of the form "
+            "hook(module, args, output), without with_kwargs and always_call"
         )
         raise HookTypeError(msg)
 

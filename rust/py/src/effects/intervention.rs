@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyAttributeError, PyNotImplementedError, PyTypeError, PyV
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::cpython::invoke;
 use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
@@ -57,6 +57,8 @@ pub struct InterventionBase {
     pub trained: bool,
     /// Form of the operation in a trace, made by the first, see `ferrohook.effects.interventions`.
     traced: OnceLock<Py<PyTuple>>,
+    /// True if it changes the sum of two tensors.
+    pub sums: bool,
     /// Number of dimensions of the vector; None without one.
     pub dims: Option<usize>,
     /// Number of the intervention, unique in the process.
@@ -103,6 +105,7 @@ impl InterventionBase {
     #[new]
     #[pyo3(signature = (formula, numbers, part, vector, broadcasts, adds))]
     fn new(
+        py: Python<'_>,
         formula: Py<PyAny>,
         numbers: Py<PyTuple>,
         part: Option<Py<PyAny>>,
@@ -121,7 +124,10 @@ impl InterventionBase {
         };
         let width = shape.as_ref().and_then(|shape| shape.last().copied());
         let dims = shape.map(|shape| shape.len());
+        let last = part.as_ref().map(|part| last_step(part.bind(py)));
+        let named = |last: &Bound<'_, PyAny>| last.cast::<PyString>().is_ok_and(|it| it == "sum");
         let intervention = Self {
+            sums: last.transpose()?.is_some_and(|(_, last)| named(&last)),
             formula,
             numbers,
             adds,
@@ -197,6 +203,9 @@ impl InterventionBase {
             describe: turn.describe,
             mask: mask.map(|mask| (mask, CallArguments::of(turn))),
         };
+        if matches!(turn.phase, Phase::BackwardPre | Phase::Backward) {
+            return change.gradients(turn.value);
+        }
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
             let message = format!(
                 "{} changes positional arguments, and the call has none: register a hook \
@@ -283,6 +292,28 @@ impl<'py> Change<'_, 'py> {
             return Err(self.error(&expected, &found));
         }
         with_part(value, part, &tensor(&found, None)?)
+    }
+
+    /// Changes the gradients of a module's values, a tuple: the only one, or the one that
+    /// `output_index` names in the tuple, unless autograd computes none for it.
+    fn gradients(&self, gradients: &Bound<'py, PyAny>) -> Outcome<'py> {
+        let part = self.intervention.get().part.as_ref();
+        let all = gradients.cast::<PyTuple>().ok();
+        let only = all.filter(|all| part.is_none() && all.len() == 1);
+        let only = only.map(|all| all.get_item(0)).transpose()?;
+        let value = only.as_ref().unwrap_or(gradients);
+        let named = match part {
+            Some(part) => part_of(value, part.bind(self.py())).ok(),
+            None => only.clone(),
+        };
+        if named.is_some_and(|it| it.is_none()) {
+            return Ok(None);
+        }
+        let changed = self.part_of(value, &|x, _| self.tensor(x, None))?;
+        Ok(Some(match only {
+            Some(_) => PyTuple::new(self.py(), [changed])?.into_any(),
+            None => changed,
+        }))
     }
 
     /// Returns the error of a value without the part.

@@ -273,7 +273,8 @@ impl InterventionGroup {
 
 impl Native for InterventionBase {
     fn native_in(&self, phase: Phase) -> bool {
-        matches!(phase, Phase::ForwardPre | Phase::Forward)
+        // The sum of two tensors has no gradient of its own.
+        !self.sums || matches!(phase, Phase::ForwardPre | Phase::Forward)
     }
 
     fn changes(&self) -> bool {

@@ -88,10 +88,12 @@ impl Hook {
         }
         if native.is_none() {
             if !object.is_callable() {
-                return Err(hook_type_error(
-                    py,
-                    format!("a {phase} hook is a callable, got {}", type_name(object)),
-                ));
+                let message = if class.is_some() {
+                    format!("{} does not act in the phase {phase}", object.repr()?)
+                } else {
+                    format!("a {phase} hook is a callable, got {}", type_name(object))
+                };
+                return Err(hook_type_error(py, message));
             }
             refuse_async(object, format_args!("a {phase} hook"))?;
         }
