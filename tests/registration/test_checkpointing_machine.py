@@ -111,7 +111,7 @@ class Spec:
     def register(self, model: nn.Module, scope: fh.Scope | None) -> fh.HandleGroup:
         phase: Any
         phase, hook = KINDS[self.kind]
-        handles = fh.register(model, self.place, hook, phase=phase, scope=scope)
+        handles = fh.register(model, self.place, hook, phase=phase, scope=scope or "global")
         if not self.enabled:
             handles.disable()
         return handles
@@ -249,7 +249,7 @@ def play(script: Script, how: list[How]) -> Outcome:
         scopes = {"all": None, "outer": outer, "inner": inner}
         handles = [each.register(model, scopes[each.audience]) for each in script.hooks]
         counter = fh.detectors.CallCounter()
-        fh.register(model, PLACES, counter, scope=None)
+        fh.register(model, PLACES, counter, scope="global")
         capture_stack = stack.enter_context(contextlib.ExitStack())
         acts: Any = None
         if script.capture is not None:

@@ -79,7 +79,7 @@ def test_a_function_that_registers_hooks_itself_is_repeated_with_its_own(
     model: nn.Sequential, reentrant: bool
 ) -> None:
     def everybody(x: Tensor) -> Tensor:
-        with fh.register(model, "0", fh.Scale(2.0), scope=None):
+        with fh.register(model, "0", fh.Scale(2.0), scope="global"):
             return model(x)  # type: ignore[no-any-return]
 
     def scoped(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_a_function_that_registers_hooks_itself_is_repeated_with_its_own(
 
     def lazily(x: Tensor) -> Tensor:
         if not registered:
-            registered.append(fh.register(model, "0", fh.Scale(2.0), scope=None))
+            registered.append(fh.register(model, "0", fh.Scale(2.0), scope="global"))
         return model(x)  # type: ignore[no-any-return]
 
     registered: list[fh.HandleGroup] = []

@@ -70,7 +70,7 @@ def test_hooks_tells_module_phase_handle_file_and_line() -> None:
     fh.clear(model)
 
 
-def test_every_way_to_register_for_everybody_tells_its_line() -> None:
+def test_every_way_to_register_a_global_hook_tells_its_line() -> None:
     plain, wrapped, point = nn.Identity(), fh.HookedModule(nn.Identity()), HookPoint()
     model = nn.Sequential(plain, wrapped, point)
 
@@ -106,7 +106,7 @@ def test_code_that_was_compiled_from_a_text_has_its_lines() -> None:
 
 def test_hooks_print_as_a_table() -> None:
     model = small()
-    assert repr(fh.hooks(model)) == "no hooks for everybody"
+    assert repr(fh.hooks(model)) == "no global hooks"
     here = line() + 1
     fh.register(model, ["", "0"], fh.Scale(2.0))
     place = f"{__file__}:{here}"
@@ -197,9 +197,7 @@ def test_torchs_own_hooks_stay() -> None:
 def test_restore_names_hooks_and_clear() -> None:
     model = small()
     fh.register(model, "0", add(1))
-    with pytest.raises(
-        fh.HookError, match=r"has 1 hook registered .*fh.hooks.*fh.clear"
-    ) as refused:
+    with pytest.raises(fh.HookError, match=r"has 1 global hook: fh.hooks.*fh.clear") as refused:
         fh.restore(model)
     fh.clear(model)
     with pytest.raises(fh.HookError, match="is not instrumented: call instrument") as plain:

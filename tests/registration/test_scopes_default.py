@@ -64,11 +64,11 @@ def test_the_innermost_of_nested_scopes_gets_the_hook(model: nn.Sequential) -> N
     assert torch.equal(model(X), X)
 
 
-def test_scope_none_registers_for_everybody(
+def test_scope_global_registers_for_all_contexts(
     model: nn.Sequential, elsewhere: ThreadPoolExecutor
 ) -> None:
     with fh.scope():
-        group = fh.register(model, "0", add(1), scope=None)
+        group = fh.register(model, "0", add(1), scope="global")
         assert torch.equal(elsewhere.submit(model, X).result(LIMIT), X + 1)
     assert torch.equal(model(X), X + 1)
     group.remove()
@@ -118,13 +118,13 @@ def test_a_context_that_outlives_its_scope_registers_for_nobody_by_mistake(
 ) -> None:
     with fh.scope():
         late = contextvars.copy_context()
-    with pytest.raises(fh.HookError, match=r"left elsewhere.*scope=None"):
+    with pytest.raises(fh.HookError, match=r"left elsewhere.*scope='global'"):
         late.run(fh.register, model, "0", add(1))
     assert torch.equal(model(X), X)
     assert type(model[0]) is nn.Identity
-    everybody = late.run(lambda: fh.register(model, "0", add(1), scope=None))
+    everywhere = late.run(lambda: fh.register(model, "0", add(1), scope="global"))
     assert torch.equal(model(X), X + 1)
-    everybody.remove()
+    everywhere.remove()
 
 
 def test_methods_of_modules_keep_the_meaning_of_pytorch(elsewhere: ThreadPoolExecutor) -> None:
@@ -157,9 +157,11 @@ def test_metrics_made_in_a_scope_count_every_call(model: nn.Sequential) -> None:
     metrics.close()
 
 
-@pytest.mark.parametrize("scope", [1, "outermost", True, fh.scope, ...])
+@pytest.mark.parametrize("scope", [1, "outermost", True, fh.scope, ..., None])
 def test_other_values_of_scope_are_refused(model: nn.Sequential, scope: Any) -> None:
-    with pytest.raises(fh.HookTypeError, match=r"scope is what scope\(\) returned, got"):
+    with pytest.raises(
+        fh.HookTypeError, match=r"scope is 'innermost', 'global' or what scope\(\) returned"
+    ):
         fh.register(model, "0", add(1), scope=scope)
     assert type(model[0]) is nn.Identity
     assert torch.equal(model(X), X)

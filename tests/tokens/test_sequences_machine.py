@@ -296,7 +296,7 @@ def acting(way: str, model: Any, at: Any) -> Iterator[tuple[Any, Any, float]]:
     capture = fh.capture(model, LAYER, at=at, calls="all", copy="clone")
     with capture as acts:
         # In the scope of the capture, or for all contexts.
-        scope: Any = "innermost" if way == "scope" else None
+        scope: Any = "innermost" if way == "scope" else "global"
         with fh.register(model, LAYER, fh.Scale(FACTOR), at=at, scope=scope):
             yield capture, acts, FACTOR
 

@@ -152,7 +152,7 @@ def captures(model: nn.Module, calls: Literal["last", "all"]) -> None:
 def endpoint(scope: RequestScope) -> None:
     assert_type(scope, fh.Scope)
     fh.register(hooked, "", check_deadline, phase="forward_pre", scope=scope)
-    fh.register(hooked, "", check_deadline, phase="forward_pre", scope=None)
+    fh.register(hooked, "", check_deadline, phase="forward_pre", scope="global")
     fh.register(hooked, "", watch, scope="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 

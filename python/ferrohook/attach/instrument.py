@@ -537,9 +537,9 @@ def restore(model: nn.Module) -> None:
     if not any([*map(release_copy, modules)]):
         msg = f"this {type(model).__name__} is not instrumented: call instrument before restore"
         registries = filter(None, map(find_registry, modules))
-        if count := sum(len(registry.for_everybody()) for registry in registries):
+        if count := sum(len(registry.global_hooks()) for registry in registries):
             msg += (
-                f". It has {count} hook{'s'[: count != 1]} registered for everybody: "
+                f". It has {count} global hook{'s'[: count != 1]}: "
                 "fh.hooks(model) lists them with their lines, fh.clear(model) removes them"
             )
         raise HookError(msg)

@@ -1,4 +1,4 @@
-"""`hooks` and `clear`: the hooks of a model that are registered for everybody."""
+"""`hooks` and `clear`: the global hooks of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADINGS = ("module", "phase", "hook", "calls", "registered in", "by")
 
 
 class RegisteredHook(NamedTuple):
-    """A hook that is registered for everybody."""
+    """A global hook: it fires in all contexts."""
 
     module: str
     """Name of the module."""
@@ -65,20 +65,20 @@ class RegisteredHook(NamedTuple):
 
 
 class RegisteredHooks(list[RegisteredHook]):
-    """Hooks of a model that are registered for everybody; prints as a table."""
+    """Global hooks of a model; prints as a table."""
 
     def _lines(self) -> list[tuple[str, ...]]:
         return [_HEADINGS, *(each._cells() for each in self)]
 
     def __repr__(self) -> str:
-        return text_table(self._lines(), right="calls") if self else "no hooks for everybody"
+        return text_table(self._lines(), right="calls") if self else "no global hooks"
 
     def _repr_html_(self) -> str:
         return html_table(self._lines()) if self else f"<p>{self!r}</p>"
 
 
 def hooks(model: nn.Module) -> RegisteredHooks:
-    """Lists the hooks of a model that are registered for everybody, with their lines.
+    """Lists the global hooks of a model, with the file and line that registered each.
 
     Hooks of scopes, captures and plans end by themselves and are left out, and so are hooks in
     torch's own dicts.
@@ -99,7 +99,7 @@ def hooks(model: nn.Module) -> RegisteredHooks:
     return RegisteredHooks(
         RegisteredHook(name, handle.phase, as_given(hook), handle, *(place or (None, None)))
         for name, _module, registry in _registries(model)
-        for hook, handle, place in registry.for_everybody()
+        for hook, handle, place in registry.global_hooks()
     )
 
 

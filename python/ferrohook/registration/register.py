@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ferrohook._core import (
     AttachmentContext,
-    Frame,
     HookHandle,
     NativeDetector,
     NativeHook,
@@ -21,7 +20,7 @@ from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
-from ferrohook.registration.scopes import Scope, innermost
+from ferrohook.registration.scopes import scope_of
 from ferrohook.tokens.positions import check_at
 from ferrohook.tokens.tracking import (
     Tracker,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from ferrohook.effects.intervention import Intervention
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
+    from ferrohook.registration.scopes import Scope
     from ferrohook.tokens.positions import At
     from ferrohook.tokens.sequences import TokenStack
 
@@ -191,7 +191,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     always_call: bool = False,
     priority: int = 0,
     on_error: OnError = "raise",
-    scope: Scope | Literal["innermost"] | None = "innermost",
+    scope: Scope | Literal["innermost", "global"] = "innermost",
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
 
@@ -217,7 +217,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
         scope: fire only in the contexts that entered this scope, until it is left: by default the
             one that this context entered last, if any, captures, requests and batches included.
-            None for calls in every context.
+            "global" for the calls of all contexts.
 
     Returns:
         The handles of the hook, as a group.
@@ -242,10 +242,10 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         stacks = stacks_to_track(model, places.values())
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
-    frame: Any = innermost() if isinstance(scope, str) and scope == "innermost" else scope
+    frame = scope_of(scope)
     group = HandleGroup(model)
     group._scoped = frame is not None
-    if isinstance(frame, Frame):  # registering rejects any other type
+    if frame is not None:
         group.attachment.release_with(frame)
     try:
         modules = modules_of(places.values())

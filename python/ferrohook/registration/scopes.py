@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from ferrohook._core import Activation, Frame, frames
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.util.arguments import expect
 
 if TYPE_CHECKING:
     import contextlib
@@ -94,7 +95,7 @@ def scope() -> Scope:
     """Makes a scope, to be entered by `with`.
 
     `register` inside it registers with it. The keyword `scope` names a scope that is not entered
-    yet, or one further out; `scope=None` is for everybody.
+    yet, or one further out; `scope="global"` is for the calls of all contexts.
 
     Examples:
         >>> with fh.scope():
@@ -102,6 +103,22 @@ def scope() -> Scope:
         ...     model(ids)  # steered; other threads' calls are not
     """
     return Scope()
+
+
+def scope_of(given: Any) -> Frame | None:
+    """Returns the scope that the argument `scope=` names; None for the calls of all contexts.
+
+    Raises:
+        HookTypeError: it is no scope, nor the name of one.
+        HookError: see `innermost`.
+    """
+    if given == "innermost":
+        return innermost()
+    if given == "global":
+        return None
+    expected = "scope is 'innermost', 'global' or what scope() returned"
+    expect(given, Frame, f"{expected}: {given!r} is none" if isinstance(given, str) else expected)
+    return cast("Frame", given)
 
 
 def innermost() -> Frame | None:
@@ -116,8 +133,8 @@ def innermost() -> Frame | None:
     last = entered[-1]
     if last.closed:
         msg = (
-            "the scope of this context was left elsewhere, and its hooks with it: pass scope=None "
-            "to register for everybody, or another scope"
+            "the scope of this context was left elsewhere, and its hooks with it: pass "
+            "scope='global' to register for all contexts, or another scope"
         )
         raise HookError(msg)
     return last

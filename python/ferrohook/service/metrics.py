@@ -100,9 +100,9 @@ class ModelMetrics(Collector):
         with contextlib.ExitStack() as stack:
             first: Any = {"phase": "forward_pre", "priority": AHEAD_OF_ALL}
             for name in self._modules:
-                began = register(model, name, self._calls[name], scope=None, **first)
+                began = register(model, name, self._calls[name], scope="global", **first)
                 stack.callback(began.remove)
-                returned = register(model, name, self._latencies[name], scope=None)
+                returned = register(model, name, self._latencies[name], scope="global")
                 stack.callback(returned.remove)
             self._hooks = stack.pop_all()
 

@@ -47,7 +47,7 @@ pub struct Registry {
 /// Those for whose calls a hook is registered.
 pub enum Audience<'a, 'py> {
     /// Every context; with the place of the registration.
-    Everybody(Option<Origin>),
+    Global(Option<Origin>),
     /// The contexts that entered a scope.
     Scope(&'a ScopeArg<'py>),
 }
@@ -57,16 +57,14 @@ impl<'a, 'py> Audience<'a, 'py> {
     pub fn of_caller(py: Python<'py>, scope: Option<&'a ScopeArg<'py>>) -> PyResult<Self> {
         match scope {
             Some(scope) => Ok(Self::Scope(scope)),
-            None => Origin::of_caller(py).map(Self::Everybody),
+            None => Origin::of_caller(py).map(Self::Global),
         }
     }
 
     pub fn clone_ref(&self, py: Python<'_>) -> Self {
         match self {
             Self::Scope(scope) => Self::Scope(scope),
-            Self::Everybody(place) => {
-                Self::Everybody(place.as_ref().map(|place| place.clone_ref(py)))
-            }
+            Self::Global(place) => Self::Global(place.as_ref().map(|place| place.clone_ref(py))),
         }
     }
 }
@@ -141,7 +139,7 @@ impl Registry {
         let mut hook = Hook::new(hook, phase, options, &self.hooks, name)?;
         let scope = match audience {
             Audience::Scope(ScopeArg(scope)) => scope.get(),
-            Audience::Everybody(place) => {
+            Audience::Global(place) => {
                 hook.place = place;
                 let hook = hook.register(py, phase, placement, &self.hooks);
                 note_registered(py, &hook)?;
@@ -183,7 +181,7 @@ impl Registry {
         {
             return Ok(self.begin_in(phase, frames));
         }
-        Ok(self.begin_outside(work, phase).map(Firing::everybody))
+        Ok(self.begin_outside(work, phase).map(Firing::global))
     }
 
     /// Takes the snapshot of a phase of a call in a region of a checkpointed function: `live`, unless
@@ -333,7 +331,7 @@ impl Registry {
 
     /// Lists the hooks of every context by phase, in firing order: (hook, handle, place) each. The
     /// place is the file and the line of the registration, if known.
-    fn for_everybody<'py>(&self, py: Python<'py>) -> PyResult<Vec<ForEverybody<'py>>> {
+    fn global_hooks<'py>(&self, py: Python<'py>) -> PyResult<Vec<GlobalHook<'py>>> {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
         let entries = snapshots.iter().flat_map(Snapshot::iter);
         let row = |entry: &Entry<Hook>| {
@@ -513,7 +511,7 @@ fn fired<'a>(
     entries.filter(move |entry| (repeats || entry.enabled()) && !entry.removed())
 }
 
-type ForEverybody<'py> = (
+type GlobalHook<'py> = (
     Bound<'py, PyAny>,
     HookHandle,
     Option<(Bound<'py, PyString>, c_int)>,

@@ -187,7 +187,8 @@ class Run:
 
     def _register(self, hook: Hook, scope: Any, source: tuple[Any, ...], owner: Any) -> Any:
         made, options = self._made(hook, source, owner)
-        return fh.register(self.model, hook.what, made, scope=scope, **options)
+        audience: Any = "global" if scope is None else scope
+        return fh.register(self.model, hook.what, made, scope=audience, **options)
 
     def _made(self, hook: Hook, source: tuple[Any, ...], owner: Any) -> tuple[Any, dict[str, Any]]:  # noqa: C901 (a hook of each kind)
         case = self.case

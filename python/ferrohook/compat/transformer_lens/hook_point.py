@@ -473,7 +473,7 @@ class HookPoint(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # A second attachment: a copy's inherited one can be released, this one never is.
         attach({"": self}, Attachment(), explicit=True)
-        for hook, handle, _place in registry_of(self).for_everybody():
+        for hook, handle, _place in registry_of(self).global_hooks():
             if isinstance(hook, LensHandle):
                 hook.hook = handle  # a copied LensHandle has no handle yet
 

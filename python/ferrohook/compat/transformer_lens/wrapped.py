@@ -173,7 +173,7 @@ class WrappedModel(TransparentWrapper):
         handles = {
             names[id(hook.point)]: handle
             for module in modules.values()
-            for hook, handle, _place in registry_of(module).for_everybody()
+            for hook, handle, _place in registry_of(module).global_hooks()
             if isinstance(hook, _PointHook) and id(hook.point) in names
         }
         attached = HandleGroup(model)

@@ -55,8 +55,8 @@ pub struct Dispatcher {
     shares_hooks: bool,
     /// Key of the guard among torch's pre-hooks, if the module keeps its class.
     pub guard: Mutex<Option<Py<PyAny>>>,
-    /// Attachments of hooks that were registered for everybody.
-    pub for_everybody: Releases,
+    /// Attachments of global hooks.
+    pub global_hooks: Releases,
 }
 
 #[pymethods]
@@ -131,7 +131,7 @@ impl Dispatcher {
             of_copy: AtomicBool::new(false),
             shares_hooks: false,
             guard: Mutex::default(),
-            for_everybody: Releases::default(),
+            global_hooks: Releases::default(),
         }
     }
 
@@ -174,7 +174,7 @@ impl Dispatcher {
             explicit: AtomicUsize::new(self.explicit.load(Ordering::Relaxed)),
             of_copy: AtomicBool::new(self.of_copy.load(Ordering::Relaxed)),
             shares_hooks: self.shares_hooks,
-            for_everybody: self.for_everybody.take(),
+            global_hooks: self.global_hooks.take(),
             ..Self::new(self.registry.clone_ref(py), class_cache)
         }
     }

@@ -338,12 +338,12 @@ pub fn release_when_unused(
     if !has_hooks_elsewhere(module)?
         && let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)?
     {
-        dispatcher.get().for_everybody.add(attachment);
+        dispatcher.get().global_hooks.add(attachment);
     }
     Ok(())
 }
 
-/// Releases the attachments of hooks for everybody on a module, if each of their hooks is removed;
+/// Releases the attachments of global hooks on a module, if each of their hooks is removed;
 /// a copy, if it was instrumented for hooks alone.
 #[pyfunction]
 pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -353,7 +353,7 @@ pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
     let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
         return Ok(());
     };
-    dispatcher.get().for_everybody.release_unused(module.py())?;
+    dispatcher.get().global_hooks.release_unused(module.py())?;
     if !dispatcher.get().explicit() {
         release_copy(module)?;
     }

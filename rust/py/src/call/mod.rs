@@ -133,7 +133,7 @@ impl<'py> Call<'_, 'py> {
         };
         let output = match (&snapshot, &*torch_hooks) {
             (None, []) => output,
-            (Some(snapshot), []) => match snapshot.of_everybody() {
+            (Some(snapshot), []) => match snapshot.all_global() {
                 Some(hooks) => self.forward(hooks.map(NextHook::Own), output)?,
                 None => self.forward(snapshot.iter().map(NextHook::Own), output)?,
             },
@@ -179,7 +179,7 @@ impl<'py> Call<'_, 'py> {
         if let Some(others) = self.begin_around(Phase::ForwardPre, snapshot.as_ref())? {
             self.forward_pre_around(&others, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {
-            match snapshot.of_everybody() {
+            match snapshot.all_global() {
                 Some(hooks) => self.forward_pre(hooks, target)?,
                 None => self.forward_pre(snapshot.iter(), target)?,
             }

@@ -10,7 +10,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::log::{KeptHook, PhaseRun};
 use crate::hooks::hook::Hook;
 
-/// A hook whose turn comes, and the frame that it fires for; None: for everybody.
+/// A hook whose turn comes, and the frame that it fires for; None: a global hook.
 #[derive(Clone, Copy)]
 pub struct Owned<'a, 'py> {
     pub entry: &'a Entry<Hook>,
@@ -58,7 +58,7 @@ pub struct Firing<'py> {
 }
 
 enum Owners<'py> {
-    Everybody,
+    Global,
     One(Bound<'py, Frame>),
     Many(Box<MergedHooksOfFrames<'py>>),
     /// In a checkpointed forward or its repeat, with the run of the phase.
@@ -78,11 +78,11 @@ impl<'py> MergedHooksOfFrames<'py> {
 }
 
 impl<'py> Firing<'py> {
-    /// Hooks that fire for everybody.
-    pub fn everybody(snapshot: Snapshot<Hook>) -> Self {
+    /// Global hooks.
+    pub fn global(snapshot: Snapshot<Hook>) -> Self {
         Self {
             snapshot,
-            owners: Owners::Everybody,
+            owners: Owners::Global,
         }
     }
 
@@ -98,7 +98,7 @@ impl<'py> Firing<'py> {
 
     /// No hooks.
     pub fn none() -> Self {
-        Self::everybody(Snapshot::of(Vec::new()))
+        Self::global(Snapshot::of(Vec::new()))
     }
 
     /// The same hooks, in the run of a phase.
@@ -108,7 +108,7 @@ impl<'py> Firing<'py> {
             numbers: vec![0; self.entries().len()].into(),
         };
         let merged = match self.owners {
-            Owners::Everybody => alike(None),
+            Owners::Global => alike(None),
             Owners::One(ref owner) => alike(Some(owner.clone())),
             Owners::Many(merged) => *merged,
             Owners::Logged(logged) => logged.0,
@@ -127,18 +127,18 @@ impl<'py> Firing<'py> {
         }
     }
 
-    /// Merges the hooks of frames, the outermost first, and those for everybody; None if there are
+    /// Merges the hooks of frames, the outermost first, and the global ones; None if there are
     /// none.
     pub fn merged(
         of_frames: impl Iterator<Item = (Bound<'py, Frame>, Snapshot<Hook>)>,
-        everybody: Option<Snapshot<Hook>>,
+        global: Option<Snapshot<Hook>>,
     ) -> Option<Self> {
         let of_frames = of_frames.map(|(owner, snapshot)| (Some(owner), snapshot));
-        let mut parts = of_frames.chain(everybody.map(|snapshot| (None, snapshot)));
+        let mut parts = of_frames.chain(global.map(|snapshot| (None, snapshot)));
         let first = parts.next()?;
         let Some(second) = parts.next() else {
             let (owner, snapshot) = first;
-            let owners = owner.map_or(Owners::Everybody, Owners::One);
+            let owners = owner.map_or(Owners::Global, Owners::One);
             return Some(Self { snapshot, owners });
         };
         let parts = [first, second].into_iter().chain(parts);
@@ -157,7 +157,7 @@ impl<'py> Firing<'py> {
         entries.map(|(at, entry)| Owned {
             entry,
             owner: match &self.owners {
-                Owners::Everybody => None,
+                Owners::Global => None,
                 Owners::One(owner) => Some(owner),
                 Owners::Many(merged) => merged.of(at),
                 Owners::Logged(logged) => logged.0.of(at),
@@ -169,12 +169,12 @@ impl<'py> Firing<'py> {
         })
     }
 
-    /// The hooks in firing order, if all are for everybody and nothing is logged: their walk asks for
+    /// The hooks in firing order, if all are global and nothing is logged: their walk asks for
     /// no owner.
     #[inline]
-    pub fn of_everybody(&self) -> Option<impl Iterator<Item = Owned<'_, 'py>>> {
-        let everybody = matches!(self.owners, Owners::Everybody);
-        everybody.then(|| {
+    pub fn all_global(&self) -> Option<impl Iterator<Item = Owned<'_, 'py>>> {
+        let global = matches!(self.owners, Owners::Global);
+        global.then(|| {
             self.entries().iter().map(|entry| Owned {
                 entry,
                 owner: None,

@@ -18,7 +18,7 @@ pub struct Hook {
     native: Option<AsNative>,
     pub options: HookOptions,
     rare: Option<Box<Rare>>,
-    /// Where it was registered, if for everybody.
+    /// Where it was registered, if it is global.
     pub place: Option<Origin>,
     /// The module, if the hook is specific to one or belongs to a plan.
     module: Option<Box<ForModule>>,

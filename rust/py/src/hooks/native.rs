@@ -41,7 +41,7 @@ pub struct Turn<'a, 'py> {
     pub again: Option<&'a dyn Fn(Arc<dyn Again>)>,
     /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
-    /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.
+    /// The owner, a scope, request or capture, that the hook fires for; None for a global hook.
     pub owner: Option<&'a Bound<'py, PyAny>>,
     /// As `Call::part`.
     pub part: Option<&'a dyn Any>,
