@@ -247,7 +247,7 @@ HOSTILE = [
     ({**ZERO, "at": 10**30}, "entries[1].at: .*64 bits"),
     ({**ZERO, "priority": "high"}, "entries[1]: "),
     ({**ZERO, "priority": 2**63}, "entries[1].priority: .*64 bits"),
-    ({**ZERO, "phase": "backward"}, "entries[1]: "),
+    ({**ZERO, "phase": "backward", "at": 1}, "entries[1]: "),
     ({**ZERO, "on_error": "run"}, "entries[1]: "),
     ({**ZERO, "hook": "Zero"}, "entries[1].hook: an object with a type of Add, Scale,"),
     ({**ZERO, "hook": {"type": "__class__"}}, "entries[1].hook: .*, got '__class__'"),

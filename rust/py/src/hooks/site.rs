@@ -48,7 +48,7 @@ impl Site<'_, '_> {
     /// Applies the hook's `on_error` to its exception: `Ok` if the call goes on without the hook.
     pub fn apply_on_error(&self, error: PyErr) -> PyResult<()> {
         let py = self.py();
-        if self.entry.last() {
+        if self.entry.hook().hidden(py) {
             return Err(error);
         }
         annotate(py, &error, &self.describe());
