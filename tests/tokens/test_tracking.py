@@ -150,6 +150,17 @@ def test_an_exception_leaves_no_call_behind(model: Any, ids: Tensor) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+def test_a_capture_stops_each_call_and_keeps_inputs(model: Any, ids: Tensor) -> None:
+    with fh.capture(model, LAYER, inputs=True) as whole:
+        model(ids)
+    with fh.capture(model, LAYER, at=2, inputs=True, stop=True, calls="all") as acts:
+        assert model(input_ids=ids) is fh.STOPPED
+        assert model(input_ids=ids[:1]) is fh.STOPPED
+    assert torch.equal(acts[LAYER][0], whole[LAYER][:, 2])
+    torch.testing.assert_close(acts[LAYER][1], whole[LAYER][:1, 2])
+    assert model(ids).logits.shape[:2] == ids.shape
+
+
 def test_a_part_of_the_model_does_not_know_positions(model: Any) -> None:
     with (
         fh.register(model, f"{LAYER}.mlp", fh.Add(torch.ones(WIDTH)), at=2),

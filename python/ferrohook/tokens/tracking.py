@@ -6,7 +6,15 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ferrohook._core import BatchBase, EndOfCall, MaskedHook, PlanGuard, TokenTracker, frames
+from ferrohook._core import (
+    BatchBase,
+    EndOfCall,
+    MaskedHook,
+    PlanGuard,
+    TokenTracker,
+    TypedHook,
+    frames,
+)
 from ferrohook.attach.attention import DIMENSIONS, is_point
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError
@@ -66,7 +74,7 @@ def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: boo
     if isinstance(hook, Intervention):
         takes = phase.startswith("forward")
     else:
-        plain = callable(hook) and not hasattr(hook, "phase") and phase == "forward"
+        plain = callable(hook) and not isinstance(hook, TypedHook) and phase == "forward"
         takes = plain and not with_kwargs and not always_call
     if not takes:
         msg = (
