@@ -96,6 +96,30 @@ def test_as_data(make: Any) -> None:
 
 
 @kinds
+def test_on_gradients(make: Any) -> None:
+    hook, model, x = make(), model_of(nn.Tanh()), torch.randn(4, WIDTH, requires_grad=True)
+    with fh.register(model, "1", hook, phase="backward_pre"):
+        (changed,) = torch.autograd.grad(model(x).sum(), x)
+    inner = model[0](x)
+    (slope,) = torch.autograd.grad(inner.tanh().sum(), inner, retain_graph=True)
+    (expected,) = torch.autograd.grad(inner, x, slope * by_hand(hook, torch.ones_like(inner)))
+    torch.testing.assert_close(changed, expected)
+
+
+def test_at_sites() -> None:
+    model, x = model_of(), torch.randn(5, WIDTH)
+    hooks = [Damp(torch.randn(WIDTH), factor) for factor in (0.25, 3.0)]
+    plain = model(x)
+    with fh.rows.sites(model, "0", max_requests=2, max_rows=8, kinds=(Damp,)), torch.no_grad():
+        requests = [fh.Plan(fh.on("0", hook)).prepare(model).open() for hook in hooks]
+        with fh.batch({requests[0]: slice(0, 2), requests[1]: slice(2, 4)}, size=5):
+            changed = model(x)
+    torch.testing.assert_close(changed[:2], by_hand(hooks[0], plain[:2]))
+    torch.testing.assert_close(changed[2:4], by_hand(hooks[1], plain[2:4]))
+    assert torch.equal(changed[4:], plain[4:])
+
+
+@kinds
 def test_in_a_batch_beside_others(make: Any) -> None:
     model, x = model_of(), torch.randn(9, WIDTH)
     hooks = [make(), fh.Add(torch.randn(WIDTH)), make(), fh.Scale(2.0), make()]

@@ -129,14 +129,11 @@ class Intervention(InterventionBase):
         given = {name: _checked(cls, name, given[name]) for name in cls.fields}
         part: Any = check_output_index(output_index, f"output_index of {cls.__name__}")
         vector = given.get(str(cls.vector_field))
-        numbers = [given[name] for name in cls.number_fields]
+        values = tuple(given.values())
         self = InterventionBase.__new__(
             cls,
             cls._untraced,
-            tuple(
-                cls.absent[place] if number is None else number
-                for place, number in enumerate(numbers)
-            ),
+            cls._numbers_in(values),
             part,
             vector,
             cls.broadcasts,
@@ -144,7 +141,7 @@ class Intervention(InterventionBase):
         )
         self._made = made((vector,)) if vector is not None and vector.is_cuda else None
         self.output_index = part
-        self.values = tuple(given.values())
+        self.values = values
         return self
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -167,6 +164,16 @@ class Intervention(InterventionBase):
         None if there is none of this kind.
         """
         return self if self.homogeneous else None
+
+    @classmethod
+    def _numbers_in(cls, values: tuple[Any, ...]) -> tuple[float, ...]:
+        own = values[len(values) - len(cls.number_fields) :]
+        return tuple(cls.absent[n] if each is None else each for n, each in enumerate(own))
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers that the formula takes."""
+        return self._numbers_in(self.values)
 
     @property
     def vector(self) -> Tensor | None:

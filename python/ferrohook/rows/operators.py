@@ -1,4 +1,4 @@
-"""The operators of sites, for graphs that are compiled or replayed: `steer` and `tap`.
+"""The operators of sites, for compiled or replayed graphs: `steer`, `change` and `tap`.
 
 They read tables whose contents alone change between calls. On the CPU, where their kernels run in
 each call, these ask the site, and a call that it does not serve passes through.
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ferrohook.errors import HookTypeError
+from ferrohook.effects.intervention import KINDS, number_dtype
+from ferrohook.errors import HookError, HookTypeError
 
 MISFIT = -(1 << 62)
 """Count of calls of a site that had an output which it cannot keep, or less."""
@@ -75,30 +76,69 @@ def misfit(x: Tensor, table: Tensor, dim: int) -> str | None:
 
 
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
-    site, shape = _SITES.get(index.data_ptr()), x.shape
-    if x.is_cpu:
-        if site is None or not site.serves(x):
-            return x.clone()
-        index = site.index
-    else:
-        if site is not None:
-            site.use()
-        if (reason := misfit(x, table, dim)) is not None:
-            msg = f"a site got {reason}"
-            raise HookTypeError(msg)
-        index = index[: shape[dim]]
-    rows = table.index_select(0, index)
-    if rows.dtype != x.dtype:
-        rows = rows.to(x.dtype)
-    count = rows.shape[0]
-    if len(shape) > dim + 2:
-        rows = rows.view(count, *[1] * (len(shape) - dim - 2), shape[-1])
-    if count == shape[dim]:
+    rows_of = _index(x, table, index, dim)
+    if rows_of is None:
+        return x.clone()
+    rows = _rows(table, rows_of, x, dim)
+    if len(rows_of) == x.shape[dim]:
         return _sum(x, rows)
     steered = x.clone()  # rows past those in the tables are padding
-    own = steered.narrow(dim, 0, count)
+    own = steered.narrow(dim, 0, len(rows_of))
     own.copy_(_sum(own, rows))
     return steered
+
+
+def _index(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor | None:
+    """Returns the row of the tables for each row of an output; None if its call is not served."""
+    site = _SITES.get(index.data_ptr())
+    if x.is_cpu:
+        return None if site is None or not site.serves(x) else site.index
+    if site is not None:
+        site.use()
+    if (reason := misfit(x, table, dim)) is not None:
+        msg = f"a site got {reason}"
+        raise HookTypeError(msg)
+    return index[: x.shape[dim]]
+
+
+def _rows(
+    table: Tensor, index: Tensor, x: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Takes the rows of a table, as they broadcast to an output with the rows in `dim`."""
+    rows = table.index_select(0, index).to(dtype or x.dtype)
+    inner = x.dim() - dim - 2
+    return rows.view(len(rows), *[1] * inner, rows.shape[-1]) if inner else rows
+
+
+def _change(  # noqa: PLR0913, PLR0917 (the tables of a kind)
+    x: Tensor,
+    table: Tensor,
+    used: Tensor,
+    operands: list[Tensor],
+    index: Tensor,
+    dim: int,
+    kind: str,
+) -> Tensor:
+    rows_of = _index(x, table, index, dim)
+    if rows_of is None:
+        return x.clone()
+    cls = KINDS[kind]
+    own = x.narrow(dim, 0, len(rows_of))
+    # As in a batch: numbers are more exact than the tensor where no vector has its dtype.
+    dtype = None if cls.vector_field is not None else number_dtype(x.dtype)
+    rows = [_rows(each, rows_of, x, dim, dtype) for each in operands]
+    chosen = _rows(used, rows_of, x, dim, torch.bool)
+    new = torch.where(chosen, cls.formula(own, *rows).to(x.dtype), own)
+    if len(rows_of) == x.shape[dim]:
+        return new
+    changed = x.clone()  # as above
+    changed.narrow(dim, 0, len(rows_of)).copy_(new)
+    return changed
+
+
+def _change_backward(_ctx: Any, _grad: Tensor) -> None:
+    msg = "sites of the kinds in kinds= have no gradients: open a batch without sites"
+    raise HookError(msg)
 
 
 def _sum(x: Tensor, rows: Tensor) -> Tensor:
@@ -158,13 +198,20 @@ def _tap_fake(*_tables: Any) -> None:
 def _define(library: torch.library.Library) -> None:
     library.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
     library.define(
+        "change(Tensor x, Tensor table, Tensor used, Tensor[] operands, Tensor index, SymInt dim, "
+        "str kind) -> Tensor"
+    )
+    library.define(
         "tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()"
     )
     library.impl("steer", _steer, "CompositeExplicitAutograd")
+    library.impl("change", _change, "CompositeExplicitAutograd")
     library.impl("tap", _tap, "CompositeExplicitAutograd")
     torch.library.register_fake("ferrohook::steer", _steer_fake, lib=library)
+    torch.library.register_fake("ferrohook::change", _steer_fake, lib=library)
     torch.library.register_fake("ferrohook::tap", _tap_fake, lib=library)
     torch.library.register_autograd("ferrohook::steer", _steer_backward, lib=library)
+    torch.library.register_autograd("ferrohook::change", _change_backward, lib=library)
 
 
 class _Definition:
@@ -194,7 +241,9 @@ def define() -> None:
     """Defines the operators, once.
 
     `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each
-    of its rows; `tap(x, kept, calls, places, dim)` copies rows of `x` to their places and counts
-    the call. On the CPU the site has the index and the count.
+    of its rows; `change(x, table, used, operands, index, dim, kind)` applies the formula of a kind
+    of intervention to the rows of `x` whose row of the tables is `used`; `tap(x, kept, calls,
+    places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
+    the index and the count.
     """
     _DEFINITION.complete()

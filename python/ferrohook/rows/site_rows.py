@@ -15,6 +15,7 @@ from ferrohook.rows.positions import check_lengths
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
+    from ferrohook.effects.intervention import Intervention
     from ferrohook.plans import Request
     from ferrohook.tokens.positions import At
     from ferrohook.util.streams import Made
@@ -48,6 +49,8 @@ class Program:
 
     vectors: Tensor
     """A row for each site: (sites, width)."""
+    others: list[dict[int, Intervention]]
+    """For each kind of the sites, its interventions by site."""
     changes: list[tuple[At, list[int]]]
     """Positions, and the sites that are changed at them."""
     kept: list[Kept]

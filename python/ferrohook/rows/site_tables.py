@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import torch
@@ -13,6 +14,8 @@ from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
 from ferrohook.attach.instrument import attach
+from ferrohook.effects.intervention import Intervention, number_dtype
+from ferrohook.effects.interventions import KINDS, Add
 from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.names.select import select
@@ -32,7 +35,7 @@ from ferrohook.util.arguments import (
 from ferrohook.util.streams import Tables, made
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
@@ -42,11 +45,10 @@ if TYPE_CHECKING:
 
 BACK_END: Final = BackEnd(
     frozenset(
-        {"add", "at", "at function", "not finite", "output_index"}
+        {"add", "at", "at function", "change", "not finite", "output_index"}
         | {"calls", "copy", "cut rows", "device", "dtype", "max_bytes", "slice"}
     ),
     {
-        "change": "sites add vectors, and make no other change",
         "inputs": "sites are behind modules: they have no inputs",
         "python": "sites run no Python",
         "table": "sites add vectors of one dimension",
@@ -82,6 +84,40 @@ class _Form(NamedTuple):
     part: Any
     like: dict[str, Any]
     """Dtype and device."""
+    kinds: tuple[type[Intervention], ...]
+    """Kinds of interventions beside `Add`, in the order in which they act."""
+
+
+class _KindTables:
+    """Operands of one kind of intervention at all sites, with a row for each plan of a batch."""
+
+    def __init__(self, kind: type[Intervention], shape: tuple[int, int, int], form: _Form) -> None:
+        """Makes empty tables; `shape`: sites, rows and width."""
+        self.kind = kind
+        width = shape[2] if kind.vector_field is not None else None
+        like: Any = form.like
+        if width is None:
+            like = like | {"dtype": number_dtype(like["dtype"])}
+        widths = ([] if width is None else [width]) + [1] * len(kind.number_fields)
+        self.operands = [torch.zeros((*shape[:2], each), **like) for each in widths]
+        self.used = torch.zeros((*shape[:2], 1), dtype=torch.bool, device=like["device"])
+        """Which rows have operands."""
+
+    @property
+    def tables(self) -> list[Tensor]:
+        return [self.used, *self.operands]
+
+    def write(self, row: int, changes: Mapping[int, Intervention]) -> None:
+        """Writes the operands of a plan into a row of the tables, by their sites."""
+        self.used[:, row] = False
+        for site, change in changes.items():
+            values: list[Any] = [*change.numbers]
+            if change.vector is not None:
+                table = self.operands[0]
+                values.insert(0, change.vector_as(table.dtype, table.device))
+            for table, value in zip(self.operands, values, strict=True):
+                table[site, row] = value
+            self.used[site, row] = True
 
 
 class _Site:
@@ -126,20 +162,23 @@ class Sites(SitesBase):
     """
 
     def __init__(self, model: nn.Module, names: list[str], form: _Form) -> None:
-        self.max_requests, self.max_rows, width, self.dim, self._part, like = form
+        self.max_requests, self.max_rows, width, self.dim, self._part, like, kinds = form
         self.names = names
         count = len(names)
         self._table = torch.full(
             (count, self.max_requests + 1, width), nobody(like["dtype"]), **like
         )
+        shape = (count, self.max_requests + 1, width)
+        self._kinds = [_KindTables(kind, shape, form) for kind in kinds]
         self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
-        tables = (self._table, self._kept, self._index, self._places, self._calls)
+        tables = [self._table, self._kept, self._index, self._places, self._calls]
+        tables += [table for each in self._kinds for table in each.tables]
         self._on_cpu = self._table.is_cpu
         on_gpu = self._table.is_cuda and torch.cuda.is_initialized()
-        self._tables = Tables(tables) if on_gpu else contextlib.nullcontext()
+        self._tables = Tables(tuple(tables)) if on_gpu else contextlib.nullcontext()
         """Context of writes to the tables."""
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._served: dict[int, _SiteMember] = {}
@@ -190,8 +229,9 @@ class Sites(SitesBase):
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
         taps = (self._kept[site], self._calls[site : site + 1], self._places[site])
+        kinds = [[table[site] for table in each.tables] for each in self._kinds]
         if self._table.device.type == "cuda":
-            for tensor in (*tables, *taps):
+            for tensor in (*tables, *taps, *(each for of_kind in kinds for each in of_kind)):
                 torch._dynamo.mark_static_address(tensor)
         table, index = tables
         kept, calls, places = taps
@@ -199,9 +239,15 @@ class Sites(SitesBase):
         operators.assign(index, self._sites[site])
         operators.assign(places, self._sites[site])
         steer, tap = torch.ops.ferrohook.steer, torch.ops.ferrohook.tap
+        change = torch.ops.ferrohook.change
+        # Named by strings, as an operator takes them.
+        others = [(each.kind.__name__, *own) for each, own in zip(self._kinds, kinds, strict=True)]
 
         def changed(x: Tensor) -> Tensor:
-            return cast("Tensor", steer(x, table, index, dim))
+            x = cast("Tensor", steer(x, table, index, dim))
+            for kind, used, *operands in others:
+                x = cast("Tensor", change(x, table, used, operands, index, dim, kind))
+            return x
 
         def hook(_module: nn.Module, _args: object, output: Any) -> Any:
             output = change_part(output, part, changed, adds=True)
@@ -297,6 +343,7 @@ class Sites(SitesBase):
         paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
         vectors = torch.full_like(self._table[:, 0], nobody(self._table.dtype))
         ats: dict[int, At] = {}
+        others: dict[int, dict[int, Intervention]] = defaultdict(dict)
         kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))
         for number, entry in enumerate(prepared.entries):
@@ -308,7 +355,6 @@ class Sites(SitesBase):
                 raise HookError(msg)
             self._check_entry(number, entry, found, prepared.needs[number])
             if isinstance(entry, HookEntry):
-                vector = entry.hook.vector_as(vectors.dtype, vectors.device)
                 for name, module in modules.items():
                     site = paths[id(module)]
                     if any(site in each.sites for each in kept):
@@ -317,7 +363,7 @@ class Sites(SitesBase):
                     if ats.setdefault(site, entry.at) != entry.at:
                         msg = f"the plan changes {name!r} at several positions: sites do at one"
                         raise HookError(msg)
-                    vectors[site] += vector
+                    self._change(name, site, entry.hook, vectors, others)
                 continue
             capture, places = next(captures)
             sites = tuple(paths[id(module)] for module in modules.values())
@@ -329,7 +375,40 @@ class Sites(SitesBase):
                 changes.append((at, [site]))
             else:
                 same.append(site)
-        return Program(vectors, changes, kept, made((vectors,)) if vectors.is_cuda else None)
+        by_kind = [
+            {site: own[kind] for site, own in others.items() if kind in own}
+            for kind in range(len(self._kinds))
+        ]
+        uses = made((vectors,)) if vectors.is_cuda else None
+        return Program(vectors, by_kind, changes, kept, uses)
+
+    def _change(
+        self,
+        name: str,
+        site: int,
+        hook: Intervention,
+        vectors: Tensor,
+        others: dict[int, dict[int, Intervention]],
+    ) -> None:
+        """Adds an intervention to the ones of a plan at a site, by its kind.
+
+        Raises:
+            HookError: it stands in another order than the sites act in.
+        """
+        kind = self._number_of(hook)
+        if any(each >= kind for each in others[site]):
+            order = ", ".join(["Add", *(each.kind.__name__ for each in self._kinds)])
+            msg = f"the plan changes {name!r} otherwise than these sites: by {order}, in this order"
+            raise HookError(msg)
+        if kind < 0:
+            vectors[site] += hook.vector_as(vectors.dtype, vectors.device)
+        else:
+            others[site][kind] = hook
+
+    def _number_of(self, hook: Intervention) -> int:
+        """Returns the number of an intervention's kind, -1 for `Add`."""
+        kinds = [each.kind for each in self._kinds]
+        return kinds.index(type(hook)) if type(hook) in kinds else -1
 
     def _check_entry(
         self,
@@ -348,8 +427,16 @@ class Sites(SitesBase):
                 reason = f"it has another output_index than the sites, {self._part!r}"
             elif any(place.multiplier != 1 for place in found.values()):
                 reason = "a quantity that is a multiple of what a module returns has no site"
-            elif hook is not None and hook.vector.shape != (width,):
+            elif hook is not None and type(hook) is not Add and self._number_of(hook) < 0:
+                kinds = ["Add", *(each.kind.__name__ for each in self._kinds)]
+                reason = (
+                    f"these sites serve {', '.join(kinds)}, lay them with kinds= of "
+                    f"{type(hook).__name__} too"
+                )
+            elif hook is not None and hook.vector is not None and hook.vector.shape != (width,):
                 reason = f"its vector is not of the sites' width, {width}"
+            elif hook is not None:
+                hook._check_dtype(self._table.dtype)
         if reason is not None:
             msg = f"entry {number} of the plan cannot be served at a site: {reason}"
             raise HookError(msg)
@@ -371,6 +458,8 @@ class Sites(SitesBase):
                 if program.made is not None:
                     program.made.use()
                 self._table[:, slot] = program.vectors
+                for tables, changes in zip(self._kinds, program.others, strict=True):
+                    tables.write(slot, changes)
                 program.slot = slot
 
     def write(self, positions: list[int] | None) -> None:
@@ -523,7 +612,7 @@ def bytes_of_tables(
         max_requests: number of plans in a batch.
         max_rows: number of rows of a batch.
         width: last dimension of their outputs.
-        dtype: of the tables.
+        dtype: of the tables; those of other kinds than `Add` are not counted.
     """
     vectors = (max_requests + 1 + max_rows + 1) * width * dtype.itemsize
     return count * (vectors + (2 * max_rows + 1) * torch.long.itemsize)
@@ -540,13 +629,16 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     width: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    kinds: Sequence[type[Intervention]] = (),
 ) -> Sites:
     """Lays operators on modules, so that a compiled model serves requests that come and go.
 
     Lay them before the model is compiled. From then on `batch` serves the requests of this model by
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
-    `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
-    `keep`. What they cannot serve is refused as the batch is entered: a plan that needs anything
+    `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::change` runs the
+    formulas of the other `kinds`, `ferrohook::tap` keeps the rows of `keep`.
+
+    What they cannot serve is refused as the batch is entered: a plan that needs anything
     else, or another module; hooks of the request itself; a site in `gathered`; a batch without
     `size` or positions. Sites serve one batch at a time; captures are of one call in each batch (or
     between two calls of `Batch.move`).
@@ -559,7 +651,9 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     kept. The model may run on another stream than the batch is entered on. The stream of a replayed
     graph is unknown: have the two wait for each other before and after it, inside the batch.
 
-    Several vectors that a request adds at a site are added up first. The bytes of the tables are
+    Several vectors that a request adds at a site are added up first. Then one intervention of each
+    of `kinds` acts, in their order; a plan in which they stand otherwise is refused. Gradients go
+    through `Add` only. The bytes of the tables are
     logged, as information, before they are taken.
 
     Args:
@@ -576,9 +670,12 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         dtype: of the tables and of captures: the dtype of the outputs or a wider one; None for the
             dtype of the model's first parameter of floating point.
         device: of the tables; None for the device of the model's first parameter.
+        kinds: kinds of interventions that are served beside `Add`, own ones too, such as
+            `(fh.Ablate, fh.Scale)`. Each costs a step at each site, used or not.
 
     Raises:
-        HookTypeError: an argument has the wrong type, or `width` is not known.
+        HookTypeError: an argument has the wrong type, or `width` is not known; or kinds with
+            `output_index="sum"`, of which unsteered rows would be rounded.
         SelectionError: `what` matches nothing.
         HookError: the model has open sites, or a module cannot be instrumented.
 
@@ -595,6 +692,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
+    _check_kinds(kinds, output_index)
     modules = select(model, what, called=True)
     if width is None:
         width = _width(model, modules)
@@ -612,9 +710,24 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
             *(len(modules), f"{size:,}", device, f"{max_requests:,}", f"{max_rows:,}"),
             *(f"{width:,}", dtype),
         )
-        form = _Form(max_requests, max_rows, width, dim, output_index, like)
+        form = _Form(max_requests, max_rows, width, dim, output_index, like, tuple(kinds))
         made = Sites(model, [*modules], form)
     return made.opened()
+
+
+def _check_kinds(kinds: Sequence[type[Intervention]], output_index: object) -> None:
+    for kind in kinds:
+        is_kind = isinstance(kind, type) and KINDS.get(kind.__name__) is kind
+        if not is_kind or kind is Add or [*kinds].count(kind) > 1:
+            msg = f"kinds has interventions beside Add, each once, such as fh.Scale: got {kind!r}"
+            raise HookTypeError(msg)
+        if not kind.broadcasts:
+            msg = f"{kind.__name__} takes its vector in a shape of its own: sites have one per row"
+            raise HookTypeError(msg)
+    last = output_index[-1:] if isinstance(output_index, tuple) else (output_index,)
+    if kinds and last == ("sum",):
+        msg = 'kinds and output_index="sum": the sum of unsteered rows would be rounded'
+        raise HookTypeError(msg)
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
