@@ -28,11 +28,7 @@ _CROSSING: Final = {
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 _EAGER: Final = BackEnd(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
-_COMPILED: Final = BackEnd(
-    _KEPT | {"add"},
-    _CROSSING
-    | {"change": "a compiled model adds vectors of its tables, and makes no other change"},
-)
+_COMPILED: Final = BackEnd(_KEPT | CHANGES, _CROSSING)
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
@@ -65,8 +61,7 @@ def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookE
     names, rest = modules.split(entry.what)
     if not names:
         return _at_modules(entry, modules)
-    if (reason := _back_end(modules).refusal(entry)) is not None:
-        raise ValueError(reason)
+    _check(entry, modules)
     moved = [_at_quantity(entry, name, modules) for name in names]
     if rest is not None:
         moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
@@ -129,8 +124,7 @@ def _at_quantity(
 
 def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
     found = modules.selected(entry.what)
-    if (reason := _back_end(modules).refusal(entry)) is not None:
-        raise ValueError(reason)
+    _check(entry, modules)
     if isinstance(entry, KeepEntry):
         index = entry.options.get("output_index")
         for name, info in found.items():
@@ -157,6 +151,8 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Hook
 def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTable) -> None:
     ats: dict[str, Any] = {}
     kept: set[str] = set()
+    latest: dict[str, int] = {}
+    kinds = ["Add", *modules.kinds]
     for entry in entries:
         at: Any = entry.at
         listed: Any = entry.what  # a list, as rewritten
@@ -171,10 +167,32 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTa
             if ats.setdefault(name, at) != at:
                 msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
                 raise ValueError(msg)
+            place = kinds.index(type(entry.hook).__name__)
+            if place < latest.get(name, 0) or (place and place == latest.get(name)):
+                msg = (
+                    f"the plan changes {name!r} otherwise than this compiled engine: by "
+                    f"{', '.join(kinds)}, in this order"
+                )
+                raise ValueError(msg)
+            latest[name] = place
 
 
-def _back_end(modules: ModuleTable) -> BackEnd:
-    return _COMPILED if modules.compiled else _EAGER
+def _check(entry: HookEntry | KeepEntry, modules: ModuleTable) -> None:
+    """Validates that an engine serves an entry.
+
+    Raises:
+        ValueError: it does not.
+    """
+    reason = (_COMPILED if modules.compiled else _EAGER).refusal(entry)
+    if reason is None and modules.compiled and isinstance(entry, HookEntry):
+        kinds, kind = ["Add", *modules.kinds], type(entry.hook).__name__
+        if kind not in kinds:
+            reason = (
+                f"this compiled engine serves {', '.join(kinds)}: name {kind} in sites_kinds of "
+                "its additional_config too"
+            )
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _check_names(twice: Collection[str]) -> None:

@@ -112,6 +112,7 @@ def _rows(
 
 def _change(  # noqa: PLR0913, PLR0917 (the tables of a kind)
     x: Tensor,
+    residual: Tensor | None,
     table: Tensor,
     used: Tensor,
     operands: list[Tensor],
@@ -124,11 +125,13 @@ def _change(  # noqa: PLR0913, PLR0917 (the tables of a kind)
         return x.clone()
     cls = KINDS[kind]
     own = x.narrow(dim, 0, len(rows_of))
+    beside = None if residual is None else residual.narrow(dim, 0, len(rows_of))
     # As in a batch: numbers are more exact than the tensor where no vector has its dtype.
     dtype = None if cls.vector_field is not None else number_dtype(x.dtype)
     rows = [_rows(each, rows_of, x, dim, dtype) for each in operands]
     chosen = _rows(used, rows_of, x, dim, torch.bool)
-    new = torch.where(chosen, cls.formula(own, *rows).to(x.dtype), own)
+    new = cls.formula(own if beside is None else own + beside, *rows).to(x.dtype)
+    new = torch.where(chosen, new if beside is None else new - beside, own)
     if len(rows_of) == x.shape[dim]:
         return new
     changed = x.clone()  # as above
@@ -198,8 +201,8 @@ def _tap_fake(*_tables: Any) -> None:
 def _define(library: torch.library.Library) -> None:
     library.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
     library.define(
-        "change(Tensor x, Tensor table, Tensor used, Tensor[] operands, Tensor index, SymInt dim, "
-        "str kind) -> Tensor"
+        "change(Tensor x, Tensor? residual, Tensor table, Tensor used, Tensor[] operands, "
+        "Tensor index, SymInt dim, str kind) -> Tensor"
     )
     library.define(
         "tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()"
@@ -241,8 +244,9 @@ def define() -> None:
     """Defines the operators, once.
 
     `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each
-    of its rows; `change(x, table, used, operands, index, dim, kind)` applies the formula of a kind
-    of intervention to the rows of `x` whose row of the tables is `used`; `tap(x, kept, calls,
+    of its rows; `change(x, residual, table, used, operands, index, dim, kind)` applies the formula
+    of a kind of intervention to the rows of `x`, or of its sum with a residual, whose row of the
+    tables is `used`; `tap(x, kept, calls,
     places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
     the index and the count.
     """

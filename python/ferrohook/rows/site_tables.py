@@ -88,20 +88,27 @@ class _Form(NamedTuple):
     """Kinds of interventions beside `Add`, in the order in which they act."""
 
 
+def _operands(kind: type[Intervention], width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Makes a row of each table of a kind: whether it is used, its vector, its numbers."""
+    vector = [] if kind.vector_field is None else [torch.empty(width, dtype=dtype)]
+    of_numbers = dtype if vector else number_dtype(dtype)
+    numbers = [torch.empty(1, dtype=of_numbers) for _ in kind.number_fields]
+    return [torch.empty(1, dtype=torch.bool), *vector, *numbers]
+
+
 class _KindTables:
     """Operands of one kind of intervention at all sites, with a row for each plan of a batch."""
 
     def __init__(self, kind: type[Intervention], shape: tuple[int, int, int], form: _Form) -> None:
         """Makes empty tables; `shape`: sites, rows and width."""
         self.kind = kind
-        width = shape[2] if kind.vector_field is not None else None
-        like: Any = form.like
-        if width is None:
-            like = like | {"dtype": number_dtype(like["dtype"])}
-        widths = ([] if width is None else [width]) + [1] * len(kind.number_fields)
-        self.operands = [torch.zeros((*shape[:2], each), **like) for each in widths]
-        self.used = torch.zeros((*shape[:2], 1), dtype=torch.bool, device=like["device"])
-        """Which rows have operands."""
+        *counts, width = shape
+        device = form.like["device"]
+        one = _operands(kind, width, form.like["dtype"])
+        # The first says which rows have operands.
+        self.used, *self.operands = (
+            torch.zeros((*counts, len(each)), dtype=each.dtype, device=device) for each in one
+        )
 
     @property
     def tables(self) -> list[Tensor]:
@@ -240,16 +247,24 @@ class Sites(SitesBase):
         operators.assign(places, self._sites[site])
         steer, tap = torch.ops.ferrohook.steer, torch.ops.ferrohook.tap
         change = torch.ops.ferrohook.change
-        # Named by strings, as an operator takes them.
-        others = [(each.kind.__name__, *own) for each, own in zip(self._kinds, kinds, strict=True)]
-
-        def changed(x: Tensor) -> Tensor:
-            x = cast("Tensor", steer(x, table, index, dim))
-            for kind, used, *operands in others:
-                x = cast("Tensor", change(x, table, used, operands, index, dim, kind))
-            return x
+        others = [
+            (each.kind.__name__, each.kind.adds, *own)
+            for each, own in zip(self._kinds, kinds, strict=True)
+        ]
+        path = part if isinstance(part, tuple) else (part,)
+        beside = (*path[:-1], 1) if path[-1] == "sum" else None
 
         def hook(_module: nn.Module, _args: object, output: Any) -> Any:
+            residual = None if beside is None else part_of(output, beside)
+
+            def changed(x: Tensor) -> Tensor:
+                x = cast("Tensor", steer(x, table, index, dim))
+                for kind, adds, used, *operands in others:
+                    summed = None if adds else residual
+                    own = (used, operands, index, dim, kind)
+                    x = cast("Tensor", change(x, summed, table, *own))
+                return x
+
             output = change_part(output, part, changed, adds=True)
             tap(part_of(output, part).detach(), kept, calls, places, dim)
             return output
@@ -602,8 +617,14 @@ class Sites(SitesBase):
                 self._end(batch)
 
 
-def bytes_of_tables(
-    count: int, max_requests: int, max_rows: int, width: int, dtype: torch.dtype
+def bytes_of_tables(  # noqa: PLR0913 (the sizes of tables)
+    count: int,
+    max_requests: int,
+    max_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    kinds: Sequence[type[Intervention]] = (),
 ) -> int:
     """Returns the bytes that the tables of sites take, see `sites`.
 
@@ -612,10 +633,13 @@ def bytes_of_tables(
         max_requests: number of plans in a batch.
         max_rows: number of rows of a batch.
         width: last dimension of their outputs.
-        dtype: of the tables; those of other kinds than `Add` are not counted.
+        dtype: of the tables.
+        kinds: of interventions beside `Add`.
     """
     vectors = (max_requests + 1 + max_rows + 1) * width * dtype.itemsize
-    return count * (vectors + (2 * max_rows + 1) * torch.long.itemsize)
+    rows = [each for kind in kinds for each in _operands(kind, width, dtype)]
+    operands = (max_requests + 1) * sum(each.nbytes for each in rows)
+    return count * (vectors + operands + (2 * max_rows + 1) * torch.long.itemsize)
 
 
 def sites(  # noqa: PLR0913 (all but the first two by keyword)
@@ -664,7 +688,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         max_rows: number of rows of a batch, padding included.
         dim: dimension of the rows.
         output_index: the tensor in an output that is a tuple, or `"sum"`: of hidden state and
-            residual; the vector is added to the hidden state, and the sum is kept.
+            residual; the hidden state takes the changes, and the sum is kept.
         width: last dimension; None for `hidden_size` of the model's `config`, or for the width of a
             Linear, Embedding or LayerNorm.
         dtype: of the tables and of captures: the dtype of the outputs or a wider one; None for the
@@ -674,8 +698,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
             `(fh.Ablate, fh.Scale)`. Each costs a step at each site, used or not.
 
     Raises:
-        HookTypeError: an argument has the wrong type, or `width` is not known; or kinds with
-            `output_index="sum"`, of which unsteered rows would be rounded.
+        HookTypeError: an argument has the wrong type, or `width` is not known.
         SelectionError: `what` matches nothing.
         HookError: the model has open sites, or a module cannot be instrumented.
 
@@ -692,7 +715,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
-    _check_kinds(kinds, output_index)
+    _check_kinds(kinds)
     modules = select(model, what, called=True)
     if width is None:
         width = _width(model, modules)
@@ -703,7 +726,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     like = {"dtype": dtype, "device": device}
     with torch.inference_mode(mode=False):
         width = at_least(1, "width", width)
-        size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype)
+        size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype, kinds=kinds)
         _LOG.info(
             "ferrohook: the tables of %d sites take %s bytes on %s: %s requests and %s rows of "
             "width %s in %s",
@@ -715,7 +738,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     return made.opened()
 
 
-def _check_kinds(kinds: Sequence[type[Intervention]], output_index: object) -> None:
+def _check_kinds(kinds: Sequence[type[Intervention]]) -> None:
     for kind in kinds:
         is_kind = isinstance(kind, type) and KINDS.get(kind.__name__) is kind
         if not is_kind or kind is Add or [*kinds].count(kind) > 1:
@@ -724,10 +747,6 @@ def _check_kinds(kinds: Sequence[type[Intervention]], output_index: object) -> N
         if not kind.broadcasts:
             msg = f"{kind.__name__} takes its vector in a shape of its own: sites have one per row"
             raise HookTypeError(msg)
-    last = output_index[-1:] if isinstance(output_index, tuple) else (output_index,)
-    if kinds and last == ("sum",):
-        msg = 'kinds and output_index="sum": the sum of unsteered rows would be rounded'
-        raise HookTypeError(msg)
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:

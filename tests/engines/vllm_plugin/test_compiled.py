@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEW = 12
+KINDS = ["Scale", "Ablate", "Clamp"]
 KEPT = tuple(f"model.layers.{layer}" for layer in range(LAYERS))
 
 
@@ -39,7 +40,7 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(models: Any) -> Iterator[Any]:
-    config = {"ferrohook": {"sites": "model.layers.*"}}
+    config = {"ferrohook": {"sites": "model.layers.*", "sites_kinds": KINDS}}
     # Fresh memory is NaN: of such is the output of attention in the self-test.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -55,10 +56,10 @@ def engine(models: Any) -> Iterator[Any]:
 
 
 def served(job: Job) -> Job:
-    """A job as a compiled engine serves it: one vector per layer, captures of layers."""
+    """A job as a compiled engine serves it: one change per layer, captures of layers."""
     changes: dict[int, Change] = {}
     for each in job.changes:
-        own = isinstance(each.hook, fh.Add)
+        own = type(each.hook).__name__ in ("Add", *KINDS)
         hook = each.hook if own else fh.Add(torch.linspace(-2, 2, WIDTH), scale=each.layer + 1.0)
         changes.setdefault(each.layer, Change(each.layer, hook, each.at))
     kept = tuple(name for name in job.kept if name in KEPT)
@@ -84,7 +85,14 @@ def test_random_requests(models: Any, engine: Any) -> None:
     ("plan", "reason"),
     [
         (fh.Plan(fh.keep("model.norm")), "no site of this compiled engine"),
-        (fh.Plan(fh.on("model.layers.1", fh.Zero())), "makes no other change"),
+        (fh.Plan(fh.on("model.layers.1", fh.Zero())), "name Zero in sites_kinds"),
+        (
+            fh.Plan(
+                fh.on("model.layers.1", fh.Ablate(torch.ones(WIDTH))),
+                fh.on("model.layers.1", fh.Scale(2.0)),
+            ),
+            "Add, Scale, Ablate, Clamp, in this order",
+        ),
         (fh.Plan(fh.keep("model.layers.1", inputs=True)), "inputs is not served"),
         (
             fh.Plan(

@@ -70,6 +70,9 @@ def test_a_compiled_model_of_transformers_is_refused() -> None:
         ({"capture_bytes": 0}, "at least 1; got 0"),
         ({"results_bytes": "many"}, "at least 1; got 'many'"),
         ({"sites_bytes": True}, "at least 1; got True"),
+        ({"sites_kinds": "Scale"}, "sites_kinds is a list of names out of"),
+        ({"sites_kinds": ["Add"]}, "sites_kinds is a list of names out of"),
+        ({"sites_kinds": ["Sale"]}, "got \\['Sale'\\]"),
         ([], r"got \[\]"),
     ],
 )

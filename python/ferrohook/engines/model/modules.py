@@ -209,6 +209,7 @@ class ModuleTable:
         table: the modules.
         fused: names of modules that the engine fuses, by the name of the fused one.
         compiled: True if they are the sites of a compiled engine.
+        kinds: names of the kinds of interventions beside `Add` that the sites serve, in order.
         named: the quantities of the model.
     """
 
@@ -218,10 +219,12 @@ class ModuleTable:
         fused: Mapping[str, Sequence[str]],
         *,
         compiled: bool = False,
+        kinds: Sequence[str] = (),
         named: NamedTensors | None = None,
     ) -> None:
         self.table = dict(table)
         self.compiled = compiled
+        self.kinds = [*kinds]
         self.named = named or NamedTensors()
         dims = [info.dim for info in self.table.values() if info.refused is None]
         self.dim = max(dims, key=dims.count, default=0)
@@ -240,6 +243,7 @@ class ModuleTable:
                 "table": table,
                 "fused": self._fused,
                 "compiled": self.compiled,
+                "kinds": self.kinds,
                 "named": self.named.to_json(),
             }
         )
@@ -259,18 +263,23 @@ class ModuleTable:
             for name, it in found["table"].items()
         }
         named = NamedTensors.from_json(found["named"])
-        return cls(table, found["fused"], compiled=found["compiled"], named=named)
+        own = {name: found[name] for name in ("compiled", "kinds")}
+        return cls(table, found["fused"], named=named, **own)
 
-    def at_sites(self, what: Any) -> tuple[ModuleTable, list[str], Any]:
+    def at_sites(self, what: Any, kinds: Sequence[str]) -> tuple[ModuleTable, list[str], Any]:
         """Returns the table of a compiled engine, its sites and their `output_index`.
+
+        Args:
+            what: selector of the sites.
+            kinds: see the class.
 
         Raises:
             ValueError: a module cannot be a site, or their outputs differ in kind or width.
         """
         found = self.selected(what)
-        kinds = {(info.kind, info.width) for info in found.values()}
-        if len(kinds) > 1:
-            msg = f"the sites of an engine have one kind of output and one width, got {kinds}"
+        outputs = {(info.kind, info.width) for info in found.values()}
+        if len(outputs) > 1:
+            msg = f"the sites of an engine have one kind of output and one width, got {outputs}"
             raise ValueError(msg)
         name, info = next(iter(found.items()))
         refused = dataclasses.replace(
@@ -279,7 +288,8 @@ class ModuleTable:
         table = {name: found.get(name, refused) for name in self.table}
         index = info.index(name, None)
         named = self.named.at_sites(found, index)
-        return ModuleTable(table, self._fused, compiled=True, named=named), [*found], index
+        made = ModuleTable(table, self._fused, compiled=True, kinds=kinds, named=named)
+        return made, [*found], index
 
     def without(self, partial: Collection[str]) -> ModuleTable:
         """Returns the table with modules refused whose tensors are parts on each rank."""
@@ -305,7 +315,8 @@ class ModuleTable:
 
     def with_quantities(self, named: NamedTensors) -> ModuleTable:
         """Returns the table with the quantities of the model."""
-        return ModuleTable(self.table, self._fused, compiled=self.compiled, named=named)
+        own: Any = {"compiled": self.compiled, "kinds": self.kinds}
+        return ModuleTable(self.table, self._fused, named=named, **own)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.

@@ -15,7 +15,7 @@ CAPABILITIES: Final = Capabilities(
     served=(
         "interventions and captures of a request, at positions",
         "eager engines, any module that runs once per forward",
-        "compiled engines, Add and keep at the modules named as sites",
+        "compiled engines, Add, sites_kinds and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
         "data parallelism with vLLM's own load balancer, of models without experts",
         "tensor parallelism on CPUs, modules whose tensors are the same on all ranks",

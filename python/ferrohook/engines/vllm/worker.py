@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import CallingForward, observe
@@ -127,7 +128,8 @@ class RunnerWorker(EngineWorker):
         else:
             modules = modules.with_quantities(look_at(model, forward, _heads_of))
         if self._config.compilation_config.mode:
-            modules, names, index = modules.at_sites(self.options.sites)
+            kinds = self.options.sites_kinds
+            modules, names, index = modules.at_sites(self.options.sites, kinds)
             self._lay_sites(model, names, index, modules.table[names[0]].width)
         self.serve(model, modules)
 
@@ -140,7 +142,8 @@ class RunnerWorker(EngineWorker):
         scheduler = self._config.scheduler_config
         requests, rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         dtype = self._config.model_config.dtype
-        size = bytes_of_tables(len(names), requests, rows, width, dtype)
+        kinds = tuple(KINDS[name] for name in self.options.sites_kinds)
+        size = bytes_of_tables(len(names), requests, rows, width, dtype, kinds=kinds)
         tables = (
             f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
             f"{rows:,} tokens of a step, of width {width:,} in {dtype}"
@@ -161,6 +164,7 @@ class RunnerWorker(EngineWorker):
             output_index=index,
             width=width,
             dtype=dtype,
+            kinds=kinds,
         )
 
     def _forward(self, model: Any) -> None:
