@@ -242,7 +242,7 @@ def test_what_sites_cannot_do_is_refused(entries: list[Any], words: str) -> None
         ({"kinds": (fh.Zero, fh.Zero)}, "beside Add, each once"),
         ({"kinds": (fh.Zero(),)}, "beside Add, each once"),
         ({"kinds": ("Zero",)}, "beside Add, each once"),
-        ({"kinds": (Shaped,)}, "in a shape of its own"),
+        ({"kinds": (Shaped,)}, "takes a vector of any shape"),
     ],
 )
 def test_kinds_that_sites_cannot_have_are_refused(options: dict[str, Any], words: str) -> None:

@@ -275,7 +275,7 @@ def test_a_batch_with_positions_refuses_them(model: Any, ids: Tensor) -> None:
         with (
             fh.register(model, LAYER, fh.Zero(), at=0),
             batch,
-            pytest.raises(fh.HookError, match="in the plan of each request"),
+            pytest.raises(fh.HookError, match="stands in the plan of each request"),
         ):
             model(ids)
 

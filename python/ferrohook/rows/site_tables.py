@@ -745,7 +745,7 @@ def _check_kinds(kinds: Sequence[type[Intervention]]) -> None:
             msg = f"kinds has interventions beside Add, each once, such as fh.Scale: got {kind!r}"
             raise HookTypeError(msg)
         if not kind.broadcasts:
-            msg = f"{kind.__name__} takes its vector in a shape of its own: sites have one per row"
+            msg = f"{kind.__name__} takes a vector of any shape, and sites have a row for each"
             raise HookTypeError(msg)
 
 

@@ -151,7 +151,7 @@ def stacks_to_track(model: nn.Module, places: Iterable[Place]) -> dict[str, Toke
 
 
 def encoders_in(model: nn.Module) -> tuple[str, ...]:
-    """Returns the paths of encoders, whose tokens are not those that a model generates."""
+    """Returns the paths of encoders, which do not run the generated tokens."""
     return tuple(path for path, stack in stacks_in(model).items() if stack.encoder)
 
 
@@ -221,8 +221,8 @@ def _refuse_positioned_batch(module: nn.Module) -> None:
     """Refuses a batch that knows the positions of its requests, which its call may not tell."""
     if any(isinstance(frame, BatchBase) and frame._positions for frame in frames.get(())):
         msg = (
-            f"this call of {module._get_name()} is one of a batch with positions of its own: in a "
-            "batch, at= stands in the plan of each request (fh.on, fh.keep)"
+            f"this call of {module._get_name()} belongs to a batch with positions: there, at= "
+            "stands in the plan of each request (fh.on, fh.keep)"
         )
         raise HookError(msg)
 

@@ -241,8 +241,8 @@ impl Source {
         let Some(capture) = self.place.capture else {
             return Ok(self.collector.bind(py).clone());
         };
-        let nobody = || PyRuntimeError::new_err("a capture of a plan fires for requests");
-        let request = owner.ok_or_else(nobody)?.cast::<RequestBase>()?;
+        let none = || PyRuntimeError::new_err("a capture of a plan fires for requests");
+        let request = owner.ok_or_else(none)?.cast::<RequestBase>()?;
         request.get().collector(py, capture)
     }
 

@@ -273,7 +273,7 @@ impl InterventionGroup {
 
 impl Native for InterventionBase {
     fn native_in(&self, phase: Phase) -> bool {
-        // The sum of two tensors has no gradient of its own.
+        // Autograd has no gradient of the sum of two outputs.
         !self.sums || matches!(phase, Phase::ForwardPre | Phase::Forward)
     }
 

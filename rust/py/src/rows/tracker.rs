@@ -14,7 +14,7 @@ use crate::rows::membership::{MemberCall, Membership};
 use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions};
 
 /// Frame that knows the tokens at some positions in the running calls of a model: a request of a
-/// plan, or the tracker that a hook or a capture with positions has, which nobody enters.
+/// plan, or the tracker of a hook or a capture with positions, which is never entered.
 #[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
 pub struct TokenTracker;
 
@@ -27,7 +27,7 @@ impl TokenTracker {
     }
 
     /// Sets the tokens at each of the positions, tensors of bools. In the calls of a batch; or, with
-    /// the `tokens` of a call, in the call that begins on this thread.
+    /// the `tokens` of a call, in the call that starts on this thread.
     ///
     /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
     #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
@@ -61,7 +61,7 @@ impl TokenTracker {
         Membership::around(slf.py(), slf.as_super().get())?.tokens
     }
 
-    /// Has the call that begins on this thread the tokens of the one around it.
+    /// Gives the call that starts on this thread the tokens of the call around it.
     fn inherit_tokens(slf: &Bound<'_, Self>) {
         let frame = slf.as_super().get();
         if let Some(call) = Membership::around(slf.py(), frame) {
@@ -80,8 +80,8 @@ impl TokenTracker {
         if let Some(own) = own {
             return Ok(own.bind(py));
         }
-        let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
-        Ok(owner.ok_or_else(nobody)?.cast()?)
+        let none = || PyRuntimeError::new_err("a hook of a plan fires for requests");
+        Ok(owner.ok_or_else(none)?.cast()?)
     }
 
     /// Returns the tokens at one of the positions; `own`: the rows of the value, where they differ
