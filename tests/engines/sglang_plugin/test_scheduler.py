@@ -233,7 +233,10 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has none"),
         (entry(type="keep", what="model.layers.1", output_index=5), "output_index=5"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),
-        (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
+        (
+            entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
+            "computes no gradients",
+        ),
         (
             entry(type="on", what="model.layers.1", hook={**ADD, "vector": {"tensor": "nobody"}}),
             "nobody",

@@ -365,7 +365,10 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
             "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
         ),
         (entry(type="on", what="model.layers.1", hook=ADD, prepend=True), "prepend is not served"),
-        (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
+        (
+            entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
+            "computes no gradients",
+        ),
         (
             entry(
                 type="on",
