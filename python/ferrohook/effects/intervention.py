@@ -47,7 +47,7 @@ class Intervention(InterventionBase):
     gradients it is a place in PyTorch's tuple of them.
 
     A kind of your own is a subclass with a `formula` and the names of its arguments. It works
-    wherever the others do: in plans and their JSON, in batches, under `torch.compile`.
+    wherever the others do: in plans and their JSON, in batches, under `torch.compile`, at sites.
 
         class Soften(fh.Intervention):
             '''Scales the component along a direction.'''
