@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
 from ferrohook.attach.instrument import attach
-from ferrohook.effects.intervention import Intervention, number_dtype
+from ferrohook.effects.intervention import Intervention, check_dtypes, number_dtype
 from ferrohook.effects.interventions import KINDS, Add
 from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError, RowsError
@@ -451,7 +451,7 @@ class Sites(SitesBase):
             elif hook is not None and hook.vector is not None and hook.vector.shape != (width,):
                 reason = f"its vector is not of the sites' width, {width}"
             elif hook is not None:
-                hook._check_dtype(self._table.dtype)
+                check_dtypes(type(hook), self._table.dtype, hook.vector)
         if reason is not None:
             msg = f"entry {number} of the plan cannot be served at a site: {reason}"
             raise HookError(msg)
