@@ -49,7 +49,7 @@ RESULTS = {
         FRONT["a small Llama, a hook on every module"],
         "small Llama, our hooks on every module / small Llama",
     ),
-    "**A request's own hooks cost no more than everybody's.** 48 layers kept by a plan opened for\n"
+    "**A request's own hooks cost no more than global ones.** 48 layers kept by a plan opened for\n"
     "  each call take {} of the time of a list filled by PyTorch's hooks, and with 10,000 other\n"
     "  plans prepared a call takes {} of that without.": (
         "48 layers kept, a request for each call / 48 layers, a list by PyTorch's hooks",

@@ -376,9 +376,10 @@ def test_a_head_is_a_part_of_the_tensor_of_all() -> None:
 
 def test_a_compiled_engine_has_those_at_its_sites() -> None:
     _, modules = looked_at()
-    sited, names, index = modules.at_sites("layers.*")
-    assert (len(names), index) == (3, "sum")
+    sited, names, index = modules.at_sites("layers.*", ["Scale"])
+    assert (len(names), index, sited.kinds) == (3, "sum", ["Scale"])
     front = ModuleTable.from_json(sited.to_json())
+    assert front.kinds == ["Scale"]
     assert {*front.named.table} == {f"@resid_post.{n}" for n in range(3)} | {
         f"@resid_pre.{n}" for n in (1, 2)
     }

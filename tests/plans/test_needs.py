@@ -35,7 +35,7 @@ ENTRIES = [
     (fh.on("0", fh.Add(V)), {"add"}, {}),
     (fh.on("0", fh.Add(V, output_index=0), at=-1), {"add", "output_index", "at"}, {}),
     (fh.on("0", fh.Zero(), phase="forward_pre"), {"change", "inputs"}, {"sites"}),
-    (fh.on("0", fh.Scale(torch.inf)), {"change", "not finite"}, {"an engine", "sites"}),
+    (fh.on("0", fh.Scale(torch.inf)), {"change", "not finite"}, {"an engine"}),
     (fh.on("0", fh.Add(torch.ones(2, 4))), {"add", "table"}, {"sites"}),
     (fh.on("0", fh.Add(V.clone().requires_grad_())), {"add", "trained"}, {"sites"}),
     (fh.on("0", fh.Add(V), priority=3), {"add", "priority"}, {"sites"}),
