@@ -14,7 +14,7 @@ import ferrohook as fh
 from ferrohook.effects.interventions import KINDS
 from support.amounts import amount
 from support.compiling import compiled
-from support.gpu import waits
+from support.gpu import captured, waits
 
 WIDTH = 4
 ROWS = 12
@@ -269,12 +269,7 @@ def test_a_replayed_graph_changes_the_rows_of_other_requests() -> None:
         torch.no_grad(),
         fh.rows.sites(model, "0", max_requests=2, max_rows=8, kinds=(fh.Scale, fh.Ablate)),
     ):
-        for _ in range(3):
-            model(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        graph, out = captured(model, x)
         for step in range(8):
             torch.manual_seed(step)
             direction, by = torch.randn(WIDTH), 1.0 + step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from support.compiling import compiled
-from support.gpu import waits
+from support.gpu import captured, waits
 
 WIDTH = 8
 
@@ -296,12 +296,7 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
     model = model.cuda()
     x = torch.randn(6, WIDTH, device="cuda")
     with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
-        for _ in range(3):
-            model(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        graph, out = captured(model, x)
         for seed in range(20):
             torch.manual_seed(seed)
             vectors = [[torch.randn(WIDTH, device="cuda") for _ in range(3)] for _ in range(2)]

@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor, nn
+
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
@@ -28,3 +30,14 @@ def waits() -> Iterator[list[str]]:
                 for each in caught
                 if (text := str(each.message)).startswith("called a synchronizing")
             ]
+
+
+def captured(model: nn.Module, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The CUDA graph of a call after three others, and the tensor that a replay writes."""
+    for _ in range(3):
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(x)
+    return graph, out

@@ -320,7 +320,7 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     sequences: Sequences
-    """What its calls have run; of a plan with positions."""
+    """Sequences that its calls ran, for a plan with positions."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2

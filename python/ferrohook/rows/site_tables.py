@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensor
 
 from ferrohook._core import SitesBase, to_device
 from ferrohook.attach.instrument import attach
-from ferrohook.effects.intervention import Intervention, check_dtypes, number_dtype
-from ferrohook.effects.interventions import KINDS, Add
+from ferrohook.effects.intervention import Intervention, check_dtypes
+from ferrohook.effects.interventions import Add
 from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.names.select import select
@@ -24,6 +24,7 @@ from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import BackEnd
 from ferrohook.rows import operators
 from ferrohook.rows.site_captures import OpenMembers, SiteCaptures, Taken
+from ferrohook.rows.site_kinds import KindTables, check_kinds, operands_of
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
 from ferrohook.util.arguments import (
     OutputIndex,
@@ -35,7 +36,7 @@ from ferrohook.util.arguments import (
 from ferrohook.util.streams import Tables, made
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
@@ -88,45 +89,6 @@ class _Form(NamedTuple):
     """Kinds of interventions beside `Add`, in the order in which they act."""
 
 
-def _operands(kind: type[Intervention], width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Makes a row of each table of a kind: whether it is used, its vector, its numbers."""
-    vector = [] if kind.vector_field is None else [torch.empty(width, dtype=dtype)]
-    of_numbers = dtype if vector else number_dtype(dtype)
-    numbers = [torch.empty(1, dtype=of_numbers) for _ in kind.number_fields]
-    return [torch.empty(1, dtype=torch.bool), *vector, *numbers]
-
-
-class _KindTables:
-    """Operands of one kind of intervention at all sites, with a row for each plan of a batch."""
-
-    def __init__(self, kind: type[Intervention], shape: tuple[int, int, int], form: _Form) -> None:
-        """Makes empty tables; `shape`: sites, rows and width."""
-        self.kind = kind
-        *counts, width = shape
-        device = form.like["device"]
-        one = _operands(kind, width, form.like["dtype"])
-        # The first says which rows have operands.
-        self.used, *self.operands = (
-            torch.zeros((*counts, len(each)), dtype=each.dtype, device=device) for each in one
-        )
-
-    @property
-    def tables(self) -> list[Tensor]:
-        return [self.used, *self.operands]
-
-    def write(self, row: int, changes: Mapping[int, Intervention]) -> None:
-        """Writes the operands of a plan into a row of the tables, by their sites."""
-        self.used[:, row] = False
-        for site, change in changes.items():
-            values: list[Any] = [*change.numbers]
-            if change.vector is not None:
-                table = self.operands[0]
-                values.insert(0, change.vector_as(table.dtype, table.device))
-            for table, value in zip(self.operands, values, strict=True):
-                table[site, row] = value
-            self.used[site, row] = True
-
-
 class _Site:
     """A site, for its operators."""
 
@@ -176,7 +138,7 @@ class Sites(SitesBase):
             (count, self.max_requests + 1, width), nobody(like["dtype"]), **like
         )
         shape = (count, self.max_requests + 1, width)
-        self._kinds = [_KindTables(kind, shape, form) for kind in kinds]
+        self._kinds = [KindTables(kind, shape, like) for kind in kinds]
         self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
@@ -637,7 +599,7 @@ def bytes_of_tables(  # noqa: PLR0913 (the sizes of tables)
         kinds: of interventions beside `Add`.
     """
     vectors = (max_requests + 1 + max_rows + 1) * width * dtype.itemsize
-    rows = [each for kind in kinds for each in _operands(kind, width, dtype)]
+    rows = [each for kind in kinds for each in operands_of(kind, width, dtype)]
     operands = (max_requests + 1) * sum(each.nbytes for each in rows)
     return count * (vectors + operands + (2 * max_rows + 1) * torch.long.itemsize)
 
@@ -715,7 +677,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
-    _check_kinds(kinds)
+    check_kinds(kinds)
     modules = select(model, what, called=True)
     if width is None:
         width = _width(model, modules)
@@ -736,17 +698,6 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         form = _Form(max_requests, max_rows, width, dim, output_index, like, tuple(kinds))
         made = Sites(model, [*modules], form)
     return made.opened()
-
-
-def _check_kinds(kinds: Sequence[type[Intervention]]) -> None:
-    for kind in kinds:
-        is_kind = isinstance(kind, type) and KINDS.get(kind.__name__) is kind
-        if not is_kind or kind is Add or [*kinds].count(kind) > 1:
-            msg = f"kinds has interventions beside Add, each once, such as fh.Scale: got {kind!r}"
-            raise HookTypeError(msg)
-        if not kind.broadcasts:
-            msg = f"{kind.__name__} takes a vector of any shape, and sites have a row for each"
-            raise HookTypeError(msg)
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:

@@ -180,7 +180,7 @@ impl Hook {
         self.native?(self.object.bind(py)).ok()
     }
 
-    /// True for a hook that users do not see among their own.
+    /// See [`Native::hidden`].
     pub fn hidden(&self, py: Python<'_>) -> bool {
         self.native(py).is_some_and(Native::hidden)
     }

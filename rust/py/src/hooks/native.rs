@@ -115,12 +115,14 @@ pub type Extension = dyn Any + Send + Sync;
 /// Native hook: an object of a class that extends [`NativeHook`]. Methods with an `object` get the
 /// hook itself.
 pub trait Native: Any + Send + Sync {
-    /// True for a hook of the package itself: it stays after all others, is not cleared or copied, and its errors are not attributed to a hook.
+    /// True for a hook of the package itself that stays after all others, and is not cleared or
+    /// copied.
     fn last(&self) -> bool {
         false
     }
 
-    /// True for a hook that users do not see among their own.
+    /// True for a hook of the package itself: it is not listed, and its errors are not attributed to
+    /// a hook.
     fn hidden(&self) -> bool {
         self.last()
     }
