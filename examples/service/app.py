@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import anyio
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
@@ -19,9 +19,15 @@ from pydantic_core import to_json
 
 import ferrohook as fh
 from ferrohook.effects.interventions import KINDS
-from ferrohook.service import BatcherClosedError, BatcherMetrics, ModelMetrics, deadline, list_hooks
+from ferrohook.service import (
+    BatcherMetrics,
+    ModelMetrics,
+    add_exception_handlers,
+    deadline,
+    list_hooks,
+)
 
-from .encoder import MAX_TOKENS, UNUSED, RefusedError, ignore
+from .encoder import MAX_TOKENS, UNUSED, ignore
 from .isolation import check
 from .limits import LimitBody
 from .schema import (
@@ -142,6 +148,7 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
     )
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
     app.add_exception_handler(RequestValidationError, refuse)
+    add_exception_handlers(app)
     app.include_router(embedding(service))
     app.include_router(observing(service))
     app.include_router(checking(service))
@@ -156,32 +163,14 @@ def embedding(service: Service) -> APIRouter:
     @router.post(
         "/embed",
         response_model=EmbedAnswer,
-        responses={status: {"model": Refusal} for status in (408, 413, 422, 500, 503)},
+        responses={status: {"model": Refusal} for status in (408, 413, 422, 500, 503, 504)},
     )
     async def embed(body: EmbedRequest, request: Request) -> Response:
         """Embeddings of texts; the plan and the counts are this request's alone."""
         client = request.client.host if request.client else None
-        try:
-            # `fail_after` ends waiting, `deadline` the computation.
-            with anyio.fail_after(seconds), deadline(seconds):
-                answer = await service.embed(body, to_json, client)
-        except TimeoutError as error:
-            msg = f"no answer within {seconds:g} seconds: send fewer texts, or again later"
-            raise HTTPException(503, msg, {"Retry-After": "1"}) from error
-        except BatcherClosedError as error:
-            raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
-        except fh.CaptureBudgetError as error:
-            msg = (
-                f"the captures exceed {service.encoder.max_capture_bytes:,} bytes: "
-                "select fewer modules or send fewer texts"
-            )
-            raise HTTPException(422, msg) from error
-        except (fh.HookError, RefusedError) as error:
-            raise HTTPException(422, str(error)) from error
-        except Exception as error:
-            # An exception that reaches uvicorn closes the connection, which a proxy may share.
-            LOG.exception("a request failed")
-            raise HTTPException(500, "the request failed: the service's log says why") from error
+        # `fail_after` ends waiting, `deadline` the computation.
+        with anyio.fail_after(seconds), deadline(seconds):
+            answer = await service.embed(body, to_json, client)
         return Response(answer, media_type="application/json")
 
     return router

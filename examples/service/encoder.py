@@ -37,7 +37,7 @@ UNUSED = frozenset({"device", "slice", "stop"})
 """Options of captures that the service has no use for."""
 
 
-class RefusedError(Exception):
+class RefusedError(fh.HookError):
     """An impossible request; the message states the reason."""
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING or not _MISSING:
     from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
     from ferrohook.service.plans import PlanBody as PlanBody
     from ferrohook.service.plans import plan_of as plan_of
+    from ferrohook.service.responses import add_exception_handlers as add_exception_handlers
     from ferrohook.service.scopes import RequestScope as RequestScope
     from ferrohook.service.scopes import request_scope as request_scope
 else:
@@ -67,6 +68,7 @@ __all__ = [
     "PlanBody",
     "PreparedPlans",
     "RequestScope",
+    "add_exception_handlers",
     "check_deadline",
     "deadline",
     "isolation_check",
