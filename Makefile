@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 STAMP := $(shell date -u +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
+# By default a build of torch for this machine's GPU, or for the CPU; only the first install asks for it.
+TORCH_BACKEND := $(or $(UV_TORCH_BACKEND),auto)
+unexport UV_TORCH_BACKEND
 # Each test process and subprocess imports torch: 1.4 s from bytecode, 3 s without.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/target/pycache
@@ -130,7 +133,7 @@ plots: build $(VENV)/models $(VENV)/notebook $(VENV)/service ## The pictures of 
 release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
 	script/release
 
-build: $(BIN)/maturin
+build: $(BIN)/maturin $(VENV)/torch
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet
 
 format: build $(VENV)/lint
@@ -148,7 +151,13 @@ $(BIN)/uv:
 $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
+$(VENV)/torch: | $(BIN)/uv
+	@UV_HTTP_RETRIES=0 $(UV) --torch-backend $(TORCH_BACKEND) torch 2> $@.log || { \
+		echo "No torch for '$(TORCH_BACKEND)' at PyTorch's own index ($@.log has the reason): installing the default build" && \
+		$(UV) torch; }
+	@touch $@
+
 # Stamp file of an installed dependency group.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/mutants $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/mutants $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml $(VENV)/torch | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

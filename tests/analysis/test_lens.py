@@ -107,6 +107,19 @@ def test_a_lens_prints_and_plots_itself(net: Net) -> None:
     pytest.importorskip("matplotlib.pyplot").close("all")
 
 
+def test_labels_of_positions_are_the_texts_given(net: Net) -> None:
+    ids = torch.randint(WORDS, (TEXTS, POSITIONS))
+    plain = analysis.logit_lens(net, ids, "blocks.*")
+    assert repr(plain).split()[1 : 1 + POSITIONS] == [*map(str, range(POSITIONS))]
+    pytest.importorskip("matplotlib").use("agg")
+    for batch in (ids, (ids,)):
+        lens = analysis.logit_lens(net, batch, "blocks.*", decode="w{}".format)
+        for row in range(TEXTS):
+            labels = [label.get_text() for label in lens.plot(row).get_xticklabels()]
+            assert labels == [f"w{each}" for each in ids[row].tolist()]
+    pytest.importorskip("matplotlib.pyplot").close("all")
+
+
 def test_models_without_logits_and_other_shapes_are_refused(net: Net) -> None:
     ids = torch.randint(WORDS, (TEXTS, POSITIONS))
     tuples = nn.Sequential(net.embed, net.blocks[0])

@@ -1,12 +1,19 @@
-"""Small language models of random weights, from transformers."""
+"""Small language models of random weights, from transformers, and a real one."""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TARGET = Path(__file__).parents[2] / "target"
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
 """Path of the layers of each kind. Their `mlp` returns the hidden state."""
 
@@ -50,3 +57,29 @@ def encoder_decoder_model(width: int, *, layers: int, heads: int, vocab: int) ->
         max_position_embeddings=vocab,
     )
     return transformers.BartForConditionalGeneration(config).eval()
+
+
+def remember_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets transformers read SmolLM2 as it was converted before, in a second and not in twenty."""
+    transformers = pytest.importorskip("transformers")
+    for auto in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
+        monkeypatch.setattr(auto, "from_pretrained", _remembered(auto))
+
+
+def _remembered(auto: Any) -> Callable[..., Any]:
+    load = auto.from_pretrained
+
+    def from_pretrained(*args: Any, gguf_file: str | None = None, **options: Any) -> Any:
+        if gguf_file is None or options:
+            given = {} if gguf_file is None else {"gguf_file": gguf_file}
+            return load(*args, **given, **options)
+        versions = "-".join(map(version, ("torch", "transformers", "tokenizers")))
+        kept = TARGET / f"{gguf_file}-{auto.__name__}-{versions}"
+        with FileLock(TARGET / "smollm2.lock"):
+            if not kept.exists():
+                unfinished = kept.with_suffix(".unfinished")
+                torch.save(load(*args, gguf_file=gguf_file), unfinished)
+                unfinished.rename(kept)
+        return torch.load(kept, weights_only=False, mmap=True)
+
+    return from_pretrained

