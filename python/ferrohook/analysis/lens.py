@@ -49,7 +49,7 @@ class Lens(Printed):
     tokens: Sequence[str] | None = None
     """Labels of the positions; by default the texts of `inputs`."""
     inputs: Tensor | None = None
-    """Token ids that the model was given, of shape (batch, positions), where `decode` reads them."""
+    """Token ids that the model was given, shape (batch, positions), where `decode` reads them."""
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens, self.ids.shape[2])
