@@ -24,7 +24,7 @@ help: ## List the targets
 
 ##@ Try
 
-demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of two threads, and restored bit for bit
+demo: build $(VENV)/models $(VENV)/show ## A logit lens of SmolLM2, one of two threads steered, and the model restored bit for bit
 	$(BIN)/python examples/quickstart.py
 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer

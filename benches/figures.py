@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from benches import report
 from benches.running import ROOT
@@ -25,28 +25,48 @@ STYLE = """
 """
 SAMPLES, PAGE, CHART = DOCS / "benchmarks.json", DOCS / "benchmarks.md", DOCS / "benchmarks.svg"
 BEGIN, END = "<!-- by `make figures` -->", "<!-- end of the figures -->"
+
+
+class Bar(NamedTuple):
+    """Row of the chart."""
+
+    row: str
+    """Row of the table; PyTorch's hooks are its base."""
+    calls: int
+    """Hooked calls of modules in what the row measures."""
+
+
+LLAMA_MODULES = 108
+"""Modules of the small Llama that a forward calls."""
 FRONT = {
-    "one hook on a module": "HookedModule, one hook / nn.Module, one hook",
-    "eight hooks on a module": "HookedModule, eight hooks / nn.Module, eight hooks",
-    "a hook registered and removed": (
-        "HookedModule, register + remove / nn.Module, register + remove"
+    "48 layers captured, and read by name": Bar(
+        "48 layers, kept and read by name, no_grad"
+        " / 48 layers, PyTorch's hooks and a list, no_grad",
+        calls=48,
     ),
-    "48 layers captured, and read by name": (
-        "48 layers, kept and read by name, no_grad / 48 layers, PyTorch's hooks and a list, no_grad"
+    "48 layers steered": Bar(
+        "48 layers, Add / 48 layers, PyTorch's hooks return output + v", calls=48
     ),
-    "48 layers steered": "48 layers, Add / 48 layers, PyTorch's hooks return output + v",
-    "a small Llama, a hook on every module": (
-        "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module"
+    "a small Llama, a hook on every module": Bar(
+        "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module",
+        calls=LLAMA_MODULES,
+    ),
+    "a module that does nothing, one hook": Bar(
+        "HookedModule, one hook / nn.Module, one hook", calls=1
+    ),
+    "the same, eight hooks": Bar("HookedModule, eight hooks / nn.Module, eight hooks", calls=1),
+    "a hook registered and removed": Bar(
+        "HookedModule, register + remove / nn.Module, register + remove", calls=1
     ),
 }
-"""Rows of the chart on the front page by its labels; PyTorch's hooks are the base of each."""
+"""Rows of the chart on the front page by its labels, in the order of what people do most."""
 
 
 CAPTURED = "48 layers, a capture opened in each call (beside {0}) / {0}: 48 layers, all captured"
 RESULTS = {
     "**Hooks cost less than PyTorch's.** A hook on every module of a small Llama takes {} of the\n"
     "  time that PyTorch's hooks take there, and {} of that of the model without any.": (
-        FRONT["a small Llama, a hook on every module"],
+        FRONT["a small Llama, a hook on every module"].row,
         "small Llama, our hooks on every module / small Llama",
     ),
     "**A request's own hooks cost no more than global ones.** 48 layers kept by a plan opened for\n"
@@ -91,7 +111,7 @@ def _between(text: str, begin: str, end: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-WIDTH, LEFT, FULL, HEIGHT, TOP = 460, 10, 370, 52, 58
+WIDTH, LEFT, FULL, HEIGHT, TOP = 460, 10, 320, 52, 58
 """Pixels: the picture, its margin, a bar of 100 %, a row, the titles."""
 
 
@@ -103,22 +123,24 @@ def chart(results: Results[Samples], machine: Machine) -> str:
     """
     lines = {str(line.row): line for line in report.lines_of(results)}
     drawn = []
-    for index, (label, name) in enumerate(FRONT.items()):
-        y, share = TOP + HEIGHT * index, lines[name].ratio.value
+    for index, (label, (name, calls)) in enumerate(FRONT.items()):
+        y, ratio = TOP + HEIGHT * index, lines[name].ratio
+        ours, base = (f"{ns / calls / 1000:.2g}" for ns in (ratio.figure, ratio.base))
+        length = f"{FULL * ratio.value:.0f}"
         drawn += [
             f'<text x="{LEFT}" y="{y + 16}">{escape(label)}</text>',
-            f'<rect x="{LEFT}" y="{y + 23}" width="{FULL * share:.0f}" height="18" class="bar"/>',
-            f'<text x="{LEFT + FULL + 10}" y="{y + 38}">{100 * share:.0f} %</text>',
+            f'<rect x="{LEFT}" y="{y + 23}" width="{length}" height="18" class="bar"/>',
+            f'<text x="{LEFT + FULL + 10}" y="{y + 38}">{ours} of {base} µs</text>',
         ]
     bottom, full = TOP + HEIGHT * len(FRONT), LEFT + FULL
     body = "\n".join(drawn)
     about = f"{machine.cpu}, torch {machine.torch}, {machine.when[:10]}"
     size = f'viewBox="0 0 {WIDTH} {bottom + 32}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">
-<title>Time with ferrohook, as a share of the time with PyTorch's hooks</title>
+<title>Time of each hooked call with ferrohook, and with PyTorch's hooks</title>
 <style>{STYLE}</style>
-<text x="{LEFT}" y="20">Time taken: shorter is faster</text>
-<text x="{full}" y="46" text-anchor="end" class="over">PyTorch's hooks: 100 %</text>
+<text x="{LEFT}" y="20">Time of each hooked call: shorter is faster</text>
+<text x="{full}" y="46" text-anchor="end" class="over">PyTorch's hooks</text>
 <path d="M{full} 52V{bottom}" class="one"/>
 {body}
 <text x="{LEFT}" y="{bottom + 20}" class="over">{escape(about)}</text>

@@ -37,6 +37,7 @@ LANES = {
     "saelens": "script/saelens",
     "ecosystem": "script/ecosystem",
     "release": "script/release",
+    "front-page": "script/front-page",
     "cuda": "make cuda",
 }
 """Commands by lane; transformers' engine is tested by `test`."""
