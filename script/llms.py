@@ -33,18 +33,18 @@ INTRODUCTION = """\
   `print(acts)`.
 - `with fh.register(model, "layers.3", hook): model(x)`; without `with`, `.remove()` the handles
   that it returns.
-- `with fh.scope(): fh.register(...)` is for this context's calls alone; `scope=None` is for
-  everybody.
+- `with fh.scope(): fh.register(...)` is for only this context's calls; `scope="global"` is for
+  every caller's.
 - `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call and returns the output
   and the activations.
 - `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
   prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
   plan is JSON: `to_json`, `from_json`.
-- `fh.hooks(model)` lists the global hooks, `fh.clear(model)` removes it.
+- `fh.hooks(model)` lists the global hooks, `fh.clear(model)` removes them.
 - Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
   what was expected.
-- Pages: tutorial.md, choosing.md, recipes/, plans.md, rows.md, threads.md, serving.md,
-  contract.md, reference.md.
+- Pages: choosing.md, tutorial.md, recipes/, hooked-module.md, quantities.md, plans.md, rows.md,
+  threads.md, serving.md, deploying.md, contract.md, reference.md.
 """
 
 

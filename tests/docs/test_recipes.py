@@ -41,6 +41,29 @@ def steer(names: Names) -> None:
     assert torch.equal(names["others"][0], cats)
 
 
+def steer_generation(names: Names) -> None:
+    model, tokenizer, vector = (names[name] for name in ("model", "tokenizer", "vector"))
+    chat = [{"role": "user", "content": names["DAY"]}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    ids = tokenizer.apply_chat_template(chat, **options)
+
+    def add(_module: object, _args: object, state: torch.Tensor) -> torch.Tensor:
+        generated = state.shape[1] == 1  # a step with a cache
+        return state + 4.0 * vector if generated else state
+
+    def text() -> str:
+        written: str = tokenizer.decode(
+            model.generate(**ids, max_new_tokens=16, do_sample=False)[0]
+        )
+        return written
+
+    with model.model.layers[10].register_forward_hook(add):  # the oracle: PyTorch's own hook
+        expected = text()
+    assert "It's a busy day, I'm enjoying my day!" in expected
+    with fh.register(model, names["LAYER"], names["happier"], at="generated"):
+        assert text() == expected
+
+
 def ablate_head(names: Names) -> None:
     moved, model = names["moved"], names["model"]
     assert moved.shape == (6, 12)
@@ -122,6 +145,7 @@ def sparse_autoencoder(names: Names) -> None:
 CHECKS: dict[str, Callable[[Names], None]] = {
     "cache": cache,
     "steer": steer,
+    "steer-generation": steer_generation,
     "ablate-head": ablate_head,
     "patch": patch,
     "attribution-patching": attribution_patching,

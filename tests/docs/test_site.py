@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import TYPE_CHECKING
+import shutil
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 import pytest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COLUMNS = 80  # of a code block in the theme
+WIDTH, TABS = 1280, 9  # of a small laptop's screen, and what it shows
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 COMPAT = ("compat.mi_crow", "compat.transformer_lens", "compat.transformers")
 FRONTS = (*COMPAT, "analysis", "data", "detectors", "plot", "rows", "service")
@@ -68,6 +70,33 @@ def pages_of(site: Path) -> dict[str, str]:
         "/" + str(path.relative_to(site)).removesuffix("index.html"): path.read_text()
         for path in site.rglob("index.html")
     }
+
+
+def test_the_second_tab_tells_which_api_to_use(site: Path) -> None:
+    tabs = re.findall(r'class="md-tabs__link">\s*(.*?)\s*</a>', pages_of(site)["/"])
+    assert tabs[:2] == ["Start", "Which API should I use?"]
+    assert len(tabs) <= TABS
+
+
+def test_no_tab_is_cut(site: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("needs Debian's chromium, and there is none here")
+    with playwright.sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": 720})
+        page.goto((site / "index.html").as_uri())
+        links = page.locator(".md-tabs__link")
+        ends = [box["x"] + box["width"] for box in map(place, links.all())]
+        browser.close()
+    assert max(ends) <= WIDTH
+
+
+def place(link: Any) -> dict[str, float]:
+    box = link.bounding_box()
+    assert box is not None, "not shown"
+    found: dict[str, float] = box
+    return found
 
 
 def test_each_page_can_be_dark_and_has_its_source(site: Path) -> None:
