@@ -107,7 +107,7 @@ def test_a_stale_activation_is_not_copied(
     with fh.capture(model, "0") as acts:
         model(x)
     acts["0"].zero_()
-    with pytest.raises(fh.StaleActivationError, match='"0" was changed in place'):
+    with pytest.raises(fh.StaleActivationError, match="`0` was changed in place"):
         duplicate(acts)
 
 

@@ -30,7 +30,7 @@ def test_the_front_page_prints_its_shown_output(
 
 
 def test_a_wrong_output_is_seen() -> None:
-    assert same("norm 1.234, hook (id 3)", "norm 1.235, hook (id 40)")
+    assert same("norm 1.234, registered at a.py:3", "norm 1.235, registered at b.py:40")
     for wrong in ("norm 1.237", "norm 1.23", "norm -1.234", "Norm 1.234", "norm 1.234 2"):
         assert not same("norm 1.234", wrong)
     assert not same("[0.0, 3]", "[0.1, 3]")

@@ -146,7 +146,7 @@ def test_a_part_of_several_gradients_is_named(phase: Phase, kind: type) -> None:
         assert_equal(changed, [plain[0], torch.zeros(2, WIDTH)])
     with (
         fh.register(net, "", fh.Zero(), phase=phase),
-        pytest.raises(fh.HookTypeError, match="name one of its parts by output_index"),
+        pytest.raises(fh.HookTypeError, match="choose a tensor in it with output_index=0"),
     ):
         run()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -270,17 +273,105 @@ def test_too_few_or_many_arguments_from_a_pre_hook_raise_pytorchs_error(returned
     same_error(act, Affine())
 
 
-@pytest.mark.parametrize("arity", [0, 1, 4])
-@pytest.mark.parametrize("phase", ["forward_pre", "forward"])
-def test_a_hook_of_the_wrong_arity_raises_pythons_error(phase: str, arity: int) -> None:
-    hooks: list[Callable[..., None]] = [lambda: None, lambda a: None, lambda a, b, c, d: None]
-    hook = next(each for each in hooks if each.__code__.co_argcount == arity)
+def takes(*names: str) -> Callable[..., None]:
+    return eval(f"lambda {', '.join(names)}: None")  # type: ignore[no-any-return]  # noqa: S307
 
-    def act(module: nn.Module) -> None:
-        getattr(module, f"register_{phase}_hook")(hook)
-        module(1)
 
-    assert same_error(act, Affine()).__notes__
+class Taking:
+    """Makes callables of each kind that take arguments of these names."""
+
+    def __init__(self, *names: str) -> None:
+        cls = type("Hook", (), {"__call__": takes("self", *names)})
+        method = types.MethodType(takes("self", *names), object())
+        self.hooks = {
+            "function": takes(*names),
+            "method": method,
+            "object": cls(),
+            "partial": functools.partial(takes("first", *names), 0),
+        }
+
+
+WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "the wrapper's method": lambda phase, hook, options: getattr(
+        fh.HookedModule(nn.Linear(2, 2)), REGISTER[phase]
+    )(hook, **options),
+    "the module's method": lambda phase, hook, options: getattr(
+        instrumented(nn.Linear(2, 2)), REGISTER[phase]
+    )(hook, **options),
+    "register": lambda phase, hook, options: fh.register(
+        nn.Linear(2, 2), "", hook, phase=phase, **options
+    ),
+    "on": lambda phase, hook, options: fh.on("", hook, phase=phase, **options),
+}
+REGISTER = {
+    "forward_pre": "register_forward_pre_hook",
+    "forward": "register_forward_hook",
+    "backward_pre": "register_full_backward_pre_hook",
+    "backward": "register_full_backward_hook",
+}
+TAKEN = {
+    "forward_pre": ["module", "args"],
+    "forward": ["module", "args", "output"],
+    "backward_pre": ["module", "grad_output"],
+    "backward": ["module", "grad_input", "grad_output"],
+}
+
+
+def instrumented(module: nn.Module) -> nn.Module:
+    fh.instrument(module)
+    return module
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["function", "method", "object", "partial"])
+@pytest.mark.parametrize(
+    ("phase", "with_kwargs"),
+    [*((phase, False) for phase in TAKEN), ("forward_pre", True), ("forward", True)],
+)
+def test_a_hook_of_the_wrong_arity_is_refused_as_it_is_registered(
+    way: str, kind: str, phase: str, with_kwargs: bool
+) -> None:
+    taken = TAKEN[phase]
+    if with_kwargs:
+        taken = [*taken[:2], "kwargs", *taken[2:]]
+    options = {"with_kwargs": True} if with_kwargs else {}
+    fits = [taken, ["*rest"], [*taken, "more=1"], [*taken, "*", "key=1"]]
+    for names in fits:
+        WAYS[way](phase, Taking(*names).hooks[kind], options)
+    for names in (
+        [],
+        taken[:-1],
+        [*taken, "more"],
+        [*taken, "*", "key"],
+        [*taken[:-1], "*", "last"],
+    ):
+        called = re.escape(f"a {phase} hook is called as hook({', '.join(taken)}), got (")
+        with pytest.raises(fh.HookTypeError, match=called):
+            WAYS[way](phase, Taking(*names).hooks[kind], options)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (fh.ForwardPreHook, ["input"]),
+        (fh.ForwardHook, ["input", "output"]),
+        (fh.BackwardHook, ["grad_input", "grad_output"]),
+    ],
+)
+def test_the_function_of_a_typed_hook_takes_its_arguments(make: Any, arguments: list[str]) -> None:
+    for names in (arguments, ["*rest"], [*arguments, "more=1"]):
+        make(takes(*names))
+    for names in ([], arguments[:-1], [*arguments, "more"]):
+        called = re.escape(f"hook is called as hook({', '.join(arguments)}), got (")
+        with pytest.raises(fh.HookTypeError, match=called):
+            make(takes(*names))
+
+
+def test_other_callables_are_taken() -> None:
+    hooked = fh.HookedModule(nn.Linear(2, 2))
+    keywords = functools.partial(takes("module", "args", "output", "key"), key=1)
+    for hook in (print, max, nn.Identity(), dict, keywords):
+        hooked.register_forward_hook(hook)
 
 
 @pytest.mark.parametrize("args", [(), (1, 2, 3)], ids=repr)
@@ -475,9 +566,9 @@ def assert_names_hook_phase_and_module(
 ) -> None:
     assert isinstance(error, TypeError)
     text = str(error)
-    for part in ("my_hook", f"the {handle.phase} hook", f"(id {handle.id})", module):
+    for part in ("my_hook`", f"{handle.phase} hook `", f" of {module}, registered at {__file__}:"):
         assert part in text
-    assert text.endswith(f"it returned {got}")
+    assert text.endswith(f", got {got}")
 
 
 @pytest.mark.parametrize(
@@ -498,7 +589,7 @@ def test_a_forward_pre_hook_returning_anything_else_is_a_hook_type_error(
 ) -> None:
     hooked = fh.HookedModule(nn.Linear(1, 1))
     handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="returns a tensor or a tuple of one") as caught:
+    with pytest.raises(fh.HookTypeError, match="must return a tensor or a tuple of one") as caught:
         hooked(torch.ones(1))
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Linear)", got)
 
@@ -513,7 +604,7 @@ def test_a_forward_pre_hook_of_two_arguments_returns_a_tuple_of_two(
 ) -> None:
     hooked = fh.HookedModule(Pair())
     handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="returns a tuple of 2, as many as") as caught:
+    with pytest.raises(fh.HookTypeError, match="must return a tuple of 2, as many as") as caught:
         hooked(1, 2)
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Pair)", got)
 
@@ -524,7 +615,7 @@ def test_a_forward_pre_hook_of_two_arguments_returns_a_tuple_of_two(
 def test_a_forward_hook_returning_a_value_is_a_hook_type_error(returned: Any, got: str) -> None:
     hooked = fh.HookedModule(nn.Identity())
     handle = hooked.register_forward_hook(fh.ForwardHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="observes and returns None") as caught:
+    with pytest.raises(fh.HookTypeError, match="only observes and must return None") as caught:
         hooked(torch.ones(1))
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Identity)", got)
 
@@ -534,7 +625,7 @@ def test_a_backward_hook_returning_a_value_is_a_hook_type_error(returned: Any, g
     hooked = fh.HookedModule(nn.Linear(1, 1))
     handle = hooked.register_full_backward_hook(fh.BackwardHook(named_hook(returned)))
     x = torch.ones(1, requires_grad=True)
-    with pytest.raises(fh.HookTypeError, match="observes and returns None") as caught:
+    with pytest.raises(fh.HookTypeError, match="only observes and must return None") as caught:
         hooked(x).backward()
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Linear)", got)
     assert x.grad is None

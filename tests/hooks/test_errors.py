@@ -195,7 +195,7 @@ def test_a_hooks_exception_reaches_the_caller_unchanged(
     fired: list[str] = []
     for name in ("first", "middle", "last"):
         if name == position:
-            handle = register(hooked, phase, raising(raised))
+            register(hooked, phase, raising(raised))
         else:
             register(hooked, phase, lambda *_, name=name: fired.append(name))
     with pytest.raises(error) as caught:
@@ -206,10 +206,11 @@ def test_a_hooks_exception_reaches_the_caller_unchanged(
     names = ["first", "middle", "last"]
     assert fired == names[: names.index(position)]
     (note,) = raised.__notes__
-    assert note == (
-        "ferrohook: raised by the "
-        f"{phase} hook raising.<locals>.raising_hook (id {handle.id}) of HookedModule(Failing)"
+    place = note.removeprefix(
+        f"ferrohook: raised by the {phase} hook `raising.<locals>.raising_hook` of "
+        f"HookedModule(Failing), registered at {register.__code__.co_filename}:"
     )
+    assert place.isdecimal()
     assert "raising_hook" in {
         frame.name for frame in traceback.extract_tb(caught.value.__traceback__)
     }
@@ -224,7 +225,7 @@ def test_the_note_names_hooks_that_are_objects(hooked: fh.HookedModule[Failing])
     hooked.register_forward_hook(Broken())
     with pytest.raises(ValueError, match="broken") as caught:
         hooked(1)
-    assert "hook an instance of Broken (id" in caught.value.__notes__[0]
+    assert "Broken object>` of HookedModule(Failing)" in caught.value.__notes__[0]
 
 
 def test_an_exception_that_refuses_notes_still_propagates(hooked: fh.HookedModule[Failing]) -> None:
@@ -244,7 +245,8 @@ def test_each_failing_hook_of_nested_modules_adds_its_note() -> None:
     with pytest.raises(ValueError, match="deep") as caught:
         outer(1)
     # The outer module has no hooks, so it adds no note.
-    assert [note.split(" of ")[1] for note in caught.value.__notes__] == ["HookedModule(Failing)"]
+    (note,) = caught.value.__notes__
+    assert " of HookedModule(Failing), " in note
 
 
 def test_an_exception_of_the_module_gets_no_note(hooked: fh.HookedModule[Failing]) -> None:

@@ -342,7 +342,7 @@ AT_THE_PART: dict[str, tuple[list[Any], str | None]] = {
     ),
     "raises": ([fh.on("0", _watching), fh.keep("0"), fh.on("0", _raising)], "_raising"),
     "an intervention": ([fh.keep("0"), fh.on("0", fh.Add(torch.ones(7)))], "Add"),
-    "a part that is not there": ([fh.on("0", _watching), fh.keep("0", output_index=9)], "Recorder"),
+    "a part that is not there": ([fh.on("0", _watching), fh.keep("0", output_index=9)], "capture"),
     "its input": (
         [
             fh.on("0", lambda *_: None, phase="forward_pre"),
@@ -376,9 +376,9 @@ def test_an_error_names_the_hook_that_failed(case: str, rows: Any) -> None:
         assert named
         phase = "forward_pre" if case == "its input" else "forward"
         for each in named:
-            assert f"the {phase} hook " in each
+            assert f"{phase} hook `" in each
             assert guilty in each
-            assert "of Identity" in each
+            assert "` of `0` (Identity)" in each
         assert "at 0x" not in "".join(named)
 
 

@@ -99,7 +99,7 @@ def test_a_bad_request_fails_alone(encoder: Encoder) -> None:
         responses = send_together(client, *requests)
         assert [each.status_code for each in responses] == [200, 422, 422, 200]
         assert "its vector has a width of 2" in responses[1].json()["detail"]
-        assert "name one of its parts by output_index" in responses[2].json()["detail"]
+        assert "choose a tensor in it with output_index=0" in responses[2].json()["detail"]
         assert {responses[place].json()["shared"] for place in (0, 3)} == {len(requests)}
         # Refused before it waits for others.
         assert "the closest names in it are" in refused(client, 422, plan=fh.Plan(fh.keep("poler")))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copyreg
-import inspect
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ferrohook._core import (
     AttachmentContext,
     HookHandle,
     NativeDetector,
-    NativeHook,
+    Registry,
     TypedHook,
 )
 from ferrohook.attach.hook_info import state_of
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
-from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.errors import NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
 from ferrohook.registration.scopes import scope_of
@@ -240,8 +239,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
         places = {name: with_tokens_ahead(place) for name, place in places.items()}
         stacks = stacks_to_track(model, places.values())
-    if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
-        _check_call(hook, phase, with_kwargs=bool(with_kwargs))
+    # Validates the hook itself: a place may take another form of it.
+    Registry().register(phase, hook, with_kwargs=with_kwargs)
     frame = scope_of(scope)
     group = HandleGroup(model)
     group._scoped = frame is not None
@@ -269,29 +268,3 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         group.attachment.release()
         raise
     return group
-
-
-def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
-    """Validates that a plain callable can be called as PyTorch's contract for the phase has it."""
-    taken = ["module", *_ARGUMENTS[phase]]
-    if with_kwargs and phase in {"forward_pre", "forward"}:
-        taken.insert(2, "kwargs")
-    try:
-        # Not the signature of a function inside, whose arguments a decorator may have changed.
-        signature = inspect.signature(hook, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return  # unknown, as for a call in C
-    try:
-        signature.bind(*taken)
-    except TypeError as error:
-        msg = f"a {phase} hook is called as hook({', '.join(taken)}), got {signature}: {error}"
-        raise HookTypeError(msg) from None
-
-
-_ARGUMENTS: Final = {
-    "forward_pre": ["args"],
-    "forward": ["args", "output"],
-    "backward_pre": ["grad_output"],
-    "backward": ["grad_input", "grad_output"],
-}
-"""Arguments of a plain callable after the module, by phase."""

@@ -68,6 +68,14 @@ pub fn warn(py: Python<'_>, text: &str) {
     }
 }
 
+/// Returns the name of a module for messages: `(model)` for the empty one, of the model itself.
+pub fn shown(name: &str) -> String {
+    match name {
+        "" => "(model)".to_owned(),
+        name => format!("`{name}`"),
+    }
+}
+
 /// Returns the name of an object's type, for messages.
 pub fn type_name(object: &Bound<'_, PyAny>) -> String {
     object

@@ -70,7 +70,7 @@ mod _core {
     #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]
-    use crate::hooks::callable::py_refuse_async;
+    use crate::hooks::callable::refuse_async;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]

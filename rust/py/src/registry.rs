@@ -44,28 +44,23 @@ pub struct Registry {
     errors: AtomicU64,
 }
 
-/// Those for whose calls a hook is registered.
-pub enum Audience<'a, 'py> {
-    /// Every context; with the place of the registration.
-    Global(Option<Origin>),
-    /// The contexts that entered a scope.
-    Scope(&'a ScopeArg<'py>),
+/// Which calls a hook fires in, and which line registered it.
+pub struct Audience<'a, 'py> {
+    /// The calls in contexts that entered this scope; None: all calls.
+    scope: Option<&'a ScopeArg<'py>>,
+    place: Option<Origin>,
 }
 
 impl<'a, 'py> Audience<'a, 'py> {
     /// Whom the argument `scope=` of the Python code that runs means.
     pub fn of_caller(py: Python<'py>, scope: Option<&'a ScopeArg<'py>>) -> PyResult<Self> {
-        match scope {
-            Some(scope) => Ok(Self::Scope(scope)),
-            None => Origin::of_caller(py).map(Self::Global),
-        }
+        let place = Origin::of_caller(py)?;
+        Ok(Self { scope, place })
     }
 
     pub fn clone_ref(&self, py: Python<'_>) -> Self {
-        match self {
-            Self::Scope(scope) => Self::Scope(scope),
-            Self::Global(place) => Self::Global(place.as_ref().map(|place| place.clone_ref(py))),
-        }
+        let place = self.place.as_ref().map(|place| place.clone_ref(py));
+        Self { place, ..*self }
     }
 }
 
@@ -137,15 +132,13 @@ impl Registry {
     ) -> PyResult<HookHandle> {
         let py = hook.py();
         let mut hook = Hook::new(hook, phase, options, &self.hooks, name)?;
-        let scope = match audience {
-            Audience::Scope(ScopeArg(scope)) => scope.get(),
-            Audience::Global(place) => {
-                hook.place = place;
-                let hook = hook.register(py, phase, placement, &self.hooks);
-                note_registered(py, &hook)?;
-                return Ok(HookHandle::new(hook, None));
-            }
+        hook.place = audience.place;
+        let Some(ScopeArg(scope)) = audience.scope else {
+            let hook = hook.register(py, phase, placement, &self.hooks);
+            note_registered(py, &hook)?;
+            return Ok(HookHandle::new(hook, None));
         };
+        let scope = scope.get();
         let native = hook.native(py);
         if native.is_some_and(Native::operator) {
             scope.use_operators();

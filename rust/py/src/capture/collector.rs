@@ -131,9 +131,9 @@ impl Collector {
                 return Err(error::stale_activation(
                     py,
                     format!(
-                        "{:?} was changed in place after it was captured: capture with \
+                        "{} was changed in place after it was captured: capture with \
                          copy=\"clone\" to keep what it was",
-                        self.names[index]
+                        error::shown(&self.names[index])
                     ),
                 ));
             }
@@ -410,9 +410,9 @@ impl Collector {
         error::capture_budget(
             py,
             format!(
-                "keeping {bytes} more bytes of {:?} would exceed max_bytes={most}: what was \
+                "keeping {bytes} more bytes of {} would exceed max_bytes={most}: what was \
                  captured before stays readable",
-                self.names[index]
+                error::shown(&self.names[index])
             ),
         )
     }

@@ -8,6 +8,7 @@ use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
+use crate::error::shown;
 use crate::hooks::native::Again;
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
@@ -54,7 +55,7 @@ pub fn taken<'py>(
     arguments: Option<CallArguments<'_, 'py>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let this = collector.get();
-    let describe = || format!("capture of {:?}", this.names()[index]);
+    let describe = || format!("capture of {}", shown(&this.names()[index]));
     map_tensors(value, &mut |tensor| {
         if this.keeps_graph() || this.keeps_gradients() || !requires_grad(tensor)? {
             return mask.take(&describe, tensor, arguments);

@@ -71,8 +71,12 @@ impl Recorder {
         Self::phase_of(self.inputs).name()
     }
 
-    fn __repr__(&self) -> String {
-        format!("capture of {:?}", self.name())
+    fn __repr__(&self) -> &'static str {
+        if self.inputs {
+            "capture of the inputs"
+        } else {
+            "capture"
+        }
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -152,8 +156,8 @@ impl Recorder {
             let error = error::selection_error(
                 value.py(),
                 format!(
-                    "{:?} has no output_index {}: it is of type {}",
-                    self.name(),
+                    "{} has no output_index {}: it is of type {}",
+                    error::shown(self.name()),
                     part.repr()
                         .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
                     error::type_name(value)
@@ -262,7 +266,9 @@ pub fn record_all(
         let place = place.as_ref().map(PyAnyMethods::extract).transpose()?;
         let mut recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
         recorder.0.place = own_place;
-        Ok((module, Bound::new(py, recorder)?.into_any(), None))
+        let name = recorder.0.name().to_owned();
+        Ok((module, Bound::new(py, recorder)?.into_any(), Some(name)))
     });
-    register_each(hooks, phase, placement, options, Audience::Scope(&scope)).collect()
+    let audience = Audience::of_caller(py, Some(&scope))?;
+    register_each(hooks, phase, placement, options, audience).collect()
 }

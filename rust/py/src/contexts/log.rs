@@ -174,7 +174,7 @@ impl Logged {
 
     /// Message of the error that the hook cannot run again.
     pub fn gone(&self, py: Python<'_>) -> String {
-        let unnamed = || format!("the hook with id {}", self.id);
+        let unnamed = || format!("hook with id {}", self.id);
         let label = self.label.get().cloned().unwrap_or_else(unnamed);
         let left = self.owner.as_ref().is_some_and(|it| it.open(py).is_none());
         let (what, instead) = if left {
@@ -186,7 +186,7 @@ impl Logged {
             )
         };
         format!(
-            "backward() repeats a checkpointed forward, and a {what}: without {label} the gradient \
+            "backward() repeats a checkpointed forward, and a {what}: without the {label} the gradient \
              would be wrong. Call backward() {instead}"
         )
     }

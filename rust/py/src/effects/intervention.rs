@@ -1,5 +1,6 @@
 //! Interventions: native hooks that change one tensor of a module's input or output.
 
+use std::fmt::Display;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -208,8 +209,8 @@ impl InterventionBase {
         }
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
             let message = format!(
-                "{} changes positional arguments, and the call has none: register a hook \
-                 with_kwargs",
+                "{}: it changes positional arguments, and this call has only keywords: register a \
+                 function with with_kwargs=True",
                 (turn.describe)()
             );
             return Err(hook_type_error(slf.py(), message));
@@ -269,9 +270,7 @@ impl<'py> Change<'_, 'py> {
             if torch::is_tensor(value)? {
                 return tensor(value, None);
             }
-            let expected = "changes a tensor: name one of its parts by output_index, the module's \
-                            value is";
-            return Err(self.error(expected, value));
+            return Err(self.no_tensor("the module's value", value, "output_index=0"));
         };
         let part = part.bind(self.py());
         let (around, last) = last_step(part)?;
@@ -285,11 +284,8 @@ impl<'py> Change<'_, 'py> {
         }
         let found = part_of(&inner, &last).map_err(|cause| self.no_part(value, part, cause))?;
         if !torch::is_tensor(&found)? {
-            let expected = format!(
-                "changes a tensor: name one by a path, as output_index=(1, 0); {} names",
-                repr(part)
-            );
-            return Err(self.error(&expected, &found));
+            let what = format!("output_index {} of the module's value", repr(part));
+            return Err(self.no_tensor(&what, &found, "a path, such as output_index=(1, 0)"));
         }
         with_part(value, part, &tensor(&found, None)?)
     }
@@ -319,10 +315,10 @@ impl<'py> Change<'_, 'py> {
     /// Returns the error of a value without the part.
     fn no_part(&self, value: &Bound<'py, PyAny>, part: &Bound<'py, PyAny>, cause: PyErr) -> PyErr {
         let message = format!(
-            "{} changes output_index {}, which the module's value, of type {}, lacks",
+            "{}: the module's value, a {}, has no output_index {}",
             (self.describe)(),
-            repr(part),
-            type_name(value)
+            type_name(value),
+            repr(part)
         );
         let error = selection_error(self.py(), message);
         error.set_cause(self.py(), Some(cause));
@@ -502,7 +498,7 @@ impl<'py> Change<'_, 'py> {
             class = format!("{class} of {dtype}");
         }
         let message = format!(
-            "{} changes a {class}, which lacks an operation of it ({}): change it by a function",
+            "{}: a {class} lacks an operation that it needs ({}): change it with a function",
             (self.describe)(),
             cause
                 .get_type(py)
@@ -514,10 +510,16 @@ impl<'py> Change<'_, 'py> {
         error
     }
 
-    /// Returns the error of a value of another kind than it changes.
-    pub fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
-        let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
-        hook_type_error(self.py(), message)
+    /// Returns the error of a value that is no tensor; `option` chooses one in it.
+    fn no_tensor(&self, what: &str, value: &Bound<'py, PyAny>, option: &str) -> PyErr {
+        self.error(format_args!(
+            "{what} is a {}: choose a tensor in it with {option}",
+            type_name(value)
+        ))
+    }
+
+    pub fn error(&self, message: impl Display) -> PyErr {
+        hook_type_error(self.py(), format!("{}: {message}", (self.describe)()))
     }
 }
 

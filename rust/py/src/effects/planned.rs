@@ -104,7 +104,7 @@ impl Native for MaskedHook {
             return Ok(None);
         }
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
-            return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
+            return Err(turn.type_error("at positions it must return a tensor", &result));
         }
         let call = Some(CallArguments::of(turn));
         mask.merge(turn.describe, &result, turn.value, call)

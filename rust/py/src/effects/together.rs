@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::effects::intervention::{Change, InterventionBase, Table, with_residual};
+use crate::error::type_name;
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
@@ -156,7 +157,10 @@ impl InterventionGroup {
                 || dims < shared.layout.dim + 2
                 || !has_fractions(tensor)?
             {
-                return Err(change.error("changes rows of", tensor));
+                return Err(change.error(format_args!(
+                    "a {} has no rows to change",
+                    type_name(tensor)
+                )));
             }
         }
         let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.layout.dim);

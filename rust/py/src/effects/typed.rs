@@ -7,7 +7,7 @@ use pyo3::types::{PyTuple, PyType};
 
 use crate::cpython::invoke;
 use crate::error::{hook_type_error, type_name};
-use crate::hooks::callable::refuse_async;
+use crate::hooks::callable::{check_call, typed_arguments};
 use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::hooks::options::PhaseName;
 use crate::torch;
@@ -35,7 +35,8 @@ impl TypedHook {
                 ),
             ));
         }
-        refuse_async(callback, format_args!("a typed {} hook", phase.0))?;
+        let taker = format_args!("the function of a typed {} hook", phase.0);
+        check_call(callback, taker, typed_arguments(phase.0))?;
         let hook = Self {
             phase: phase.0,
             callback: r#fn,
@@ -101,7 +102,7 @@ impl Native for TypedHook {
         if result.is_none() {
             return Ok(None);
         }
-        Err(turn.type_error("observes and returns None", &result))
+        Err(turn.type_error("it only observes and must return None", &result))
     }
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
@@ -127,9 +128,9 @@ fn input_of<'py>(turn: &Turn<'_, 'py>, result: Bound<'py, PyAny>) -> PyResult<Bo
         return Ok(PyTuple::new(result.py(), [&result])?.into_any());
     }
     let expected = if arity == 1 {
-        "returns a tensor or a tuple of one".to_owned()
+        "it must return a tensor or a tuple of one".to_owned()
     } else {
-        format!("returns a tuple of {arity}, as many as the call has arguments")
+        format!("it must return a tuple of {arity}, as many as the call has arguments")
     };
     Err(turn.type_error(&expected, &result))
 }

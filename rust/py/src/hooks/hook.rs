@@ -5,7 +5,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::error::{hook_type_error, type_name};
-use crate::hooks::callable::refuse_async;
+use crate::hooks::callable::{check_call, plain_arguments};
 use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
 use crate::hooks::options::{HookOptions, OnError};
 use crate::hooks::origin::Origin;
@@ -18,9 +18,9 @@ pub struct Hook {
     native: Option<AsNative>,
     pub options: HookOptions,
     rare: Option<Box<Rare>>,
-    /// Where it was registered, if it is global.
+    /// Line that registered it; None if no Python code did.
     pub place: Option<Origin>,
-    /// The module, if the hook is specific to one or belongs to a plan.
+    /// The module, if its name is known.
     module: Option<Box<ForModule>>,
 }
 
@@ -95,14 +95,14 @@ impl Hook {
                 };
                 return Err(hook_type_error(py, message));
             }
-            refuse_async(object, format_args!("a {phase} hook"))?;
+            let arguments = plain_arguments(phase, options.with_kwargs);
+            check_call(object, format_args!("a {phase} hook"), arguments)?;
         }
         let times = native.is_some_and(Native::times);
         let own = match (native, name) {
             (Some(native), Some(name)) => native.for_module(object, name)?,
             _ => None,
         };
-        let name = name.filter(|_| own.is_some() || options.entry.is_some());
         let module = name.map(|name| {
             Box::new(ForModule {
                 name: name.to_owned(),
@@ -163,7 +163,7 @@ impl Hook {
         own.unwrap_or(&self.object)
     }
 
-    /// Name of the module, if the hook is specific to one or belongs to a plan.
+    /// Name of the module, if it is known.
     pub fn module_name(&self) -> Option<&str> {
         Some(&self.module.as_ref()?.name)
     }

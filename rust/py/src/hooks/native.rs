@@ -57,11 +57,7 @@ impl<'py> Turn<'_, 'py> {
 
     /// Makes the error for an invalid return value.
     pub fn type_error(&self, expected: &str, got: &Bound<'_, PyAny>) -> PyErr {
-        let message = format!(
-            "{} {expected}, it returned {}",
-            (self.describe)(),
-            type_name(got)
-        );
+        let message = format!("{}: {expected}, got {}", (self.describe)(), type_name(got));
         hook_type_error(got.py(), message)
     }
 }

@@ -3,9 +3,10 @@
 use ferrohook_core::Entry;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 use crate::cpython::once::Once;
-use crate::error::{type_name, warn};
+use crate::error::{shown, type_name, warn};
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
 use crate::torch;
@@ -25,23 +26,28 @@ impl Site<'_, '_> {
     pub fn describe(&self) -> String {
         let hook = self.entry.hook();
         let named = hook.named(self.py());
-        let name = named
-            .getattr("__qualname__")
-            .and_then(|name| name.extract::<String>())
-            .unwrap_or_else(|_| format!("an instance of {}", type_name(&named)));
-        let module = self
+        let name = name_of(&named).unwrap_or_else(|_| type_name(&named));
+        let class = self
             .module
             .call_method0("_get_name")
             .and_then(|name| name.extract::<String>())
             .unwrap_or_else(|_| type_name(self.module));
-        let planned = match (hook.module_name(), hook.options.entry) {
-            (Some(path), Some(entry)) => format!(" '{path}', entry {entry} of the plan"),
-            _ => String::new(),
+        let module = hook.module_name().map_or_else(
+            || class.clone(),
+            |path| format!("{} ({class})", shown(path)),
+        );
+        let registered = match (hook.options.entry, &hook.place) {
+            // A request may come from outside: its errors name no file of the program.
+            (Some(entry), _) => format!(", entry {entry} of the plan"),
+            (None, Some(place)) => place.file(self.py()).map_or_else(
+                |_| String::new(),
+                |file| format!(", registered at {file}:{}", place.line()),
+            ),
+            (None, None) => String::new(),
         };
         format!(
-            "the {} hook {name} (id {}) of {module}{planned}",
-            self.entry.phase(),
-            self.entry.id()
+            "{} hook `{name}` of {module}{registered}",
+            self.entry.phase()
         )
     }
 
@@ -66,7 +72,7 @@ impl Site<'_, '_> {
         }
         // Several threads may fail at once: the one that disables the hook logs.
         if policy == OnError::Disable && self.entry.disable() {
-            let message = format!("disabled {}: it raised", self.describe());
+            let message = format!("disabled the {}: it raised", self.describe());
             if let Err(unlogged) = log_error(py, &message, &error) {
                 unlogged.write_unraisable(py, None);
             }
@@ -78,7 +84,7 @@ impl Site<'_, '_> {
     pub fn warn_silenced(&self, error: &PyErr) {
         let py = self.py();
         let text = format!(
-            "{} raised {}, silenced as another exception was raised before",
+            "the {} raised {}, silenced as another exception was raised before",
             self.describe(),
             error
                 .value(py)
@@ -89,9 +95,16 @@ impl Site<'_, '_> {
     }
 }
 
+/// Returns the name of a hook as people write it.
+fn name_of(hook: &Bound<'_, PyAny>) -> PyResult<String> {
+    static NAME_OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let name_of = NAME_OF.import(hook.py(), "ferrohook.util.texts", "name_of")?;
+    name_of.call1((hook,))?.extract()
+}
+
 /// Adds a note to an exception that left the hook of a description.
 pub fn annotate(py: Python<'_>, error: &PyErr, described: &str) {
-    let note = format!("ferrohook: raised by {described}");
+    let note = format!("ferrohook: raised by the {described}");
     // An exception class may refuse notes; the exception itself matters more.
     let _ = error.value(py).call_method1("add_note", (note,));
 }

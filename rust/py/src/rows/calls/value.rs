@@ -367,7 +367,7 @@ impl<'a, 'py> Value<'a, 'py> {
     fn error(&self, hook: &Entry<Hook>, message: &str) -> PyErr {
         rows_error(
             self.whole.py(),
-            format!("{} {message}", (self.describe)(hook)),
+            format!("{}: it {message}", (self.describe)(hook)),
         )
     }
 
