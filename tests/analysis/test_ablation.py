@@ -109,7 +109,7 @@ def test_a_mean_leaves_out_padding(what: str) -> None:
             new = mean.expand_as(tensor).clone()
             return (new, *out[1:]) if isinstance(out, tuple) else new
 
-        moved = metric(fh.run(model, **batch, hooks={what: replaced})) - metric(output)
+        moved = metric(fh.run(model, **batch, hooks={what: replaced}).output) - metric(output)
     torch.testing.assert_close(float(effects.values[0]), float(moved.mean()), rtol=1e-3, atol=1e-5)
 
 

@@ -120,7 +120,7 @@ def test_a_plan_runs_in_each_forward(
     fh.collect(model, batches, ["0", "2"], store, plan=plan)
     for number, batch in enumerate(batches):
         assert torch.equal(store.get("run", number, "0")["output"], model[0](batch) * 2)
-        steered = fh.run(model, batch, plan=PLAN)
+        steered = fh.run(model, batch, plan=PLAN).output
         assert torch.equal(store.get("run", number, "2")["output"], steered)
     if isinstance(plan, fh.Prepared):
         assert plan.open() is not None  # the caller's

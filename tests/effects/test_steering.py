@@ -282,7 +282,7 @@ def test_run_takes_interventions() -> None:
     intervention = fh.Ablate(torch.randn(WIDTH))
     x = torch.randn(2, WIDTH)
     plain.embed.register_forward_hook(lambda _m, _a, output: by_hand(intervention, output))
-    assert torch.equal(fh.run(model, x, hooks={"embed": intervention}), plain(x))
+    assert torch.equal(fh.run(model, x, hooks={"embed": intervention}).output, plain(x))
 
 
 # --- Bad input ----------------------------------------------------------------------------------

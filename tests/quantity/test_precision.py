@@ -119,7 +119,7 @@ def test_a_quantity_is_writable_if_writing_changes_what_the_model_returns(
     names = [name for name in table if table[name].writable]
     assert any(name.startswith("@resid_post") for name in names)
     for name in names:
-        changed = fh.run(model, IDS, hooks={name: lambda _m, _a, value: value * 0 + 5})
+        changed = fh.run(model, IDS, hooks={name: lambda _m, _a, value: value * 0 + 5}).output
         assert not torch.equal(changed, plain), name
 
 

@@ -88,7 +88,7 @@ def test_a_function_that_registers_hooks_itself_is_repeated_with_its_own(
             return model(x)  # type: ignore[no-any-return]
 
     def through_run(x: Tensor) -> Tensor:
-        return fh.run(model, x, hooks={"0": fh.Scale(2.0)})  # type: ignore[no-any-return]
+        return fh.run(model, x, hooks={"0": fh.Scale(2.0)}).output  # type: ignore[no-any-return]
 
     def lazily(x: Tensor) -> Tensor:
         if not registered:
@@ -159,7 +159,7 @@ def test_two_threads_repeat_their_forwards_at_once(model: nn.Sequential, reentra
 def model_with(model: nn.Module, factor: float | None, x: Tensor) -> Tensor:
     if factor is None:
         return model(x)  # type: ignore[no-any-return]
-    return fh.run(model, x, hooks={"0": fh.Scale(factor)})  # type: ignore[no-any-return]
+    return fh.run(model, x, hooks={"0": fh.Scale(factor)}).output  # type: ignore[no-any-return]
 
 
 @KINDS

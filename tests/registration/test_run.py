@@ -22,13 +22,17 @@ from support.limits import LIMIT
 
 def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tensor) -> None:
     expected = model(x)
-    output = fh.run(model, x, hooks={"1": add(1), "": add(10)})
+    output = fh.run(model, x, hooks={"1": add(1), "": add(10)}).output
     assert torch.equal(output, expected + 11)
-    output, acts = fh.run(model, x, hooks={"1": add(1)}, capture=["0", "1"])
+    result = fh.run(model, x, hooks={"1": add(1)}, capture=["0", "1"])
+    output, acts = result
+    assert output is result.output
+    assert acts is result.acts
     assert torch.equal(output, acts["1"])
     assert torch.equal(output, expected + 1)
-    assert torch.equal(fh.run(model, x), expected)
-    assert torch.equal(fh.run(model, input=x), expected)
+    assert torch.equal(fh.run(model, x).output, expected)
+    assert torch.equal(fh.run(model, input=x).output, expected)
+    assert len(fh.run(model, x).acts) == 0
     assert instrumented(model) == []
     assert list(acts) == ["0", "1"]
 
@@ -62,7 +66,7 @@ def test_hooks_of_run_do_not_fire_in_other_threads(model: nn.Sequential, x: Tens
 
     thread = threading.Thread(target=work)
     thread.start()  # starts before the hooks are registered
-    output = fh.run(model, x, hooks={"": block})
+    output = fh.run(model, x, hooks={"": block}).output
     thread.join(LIMIT)
     assert torch.equal(seen[0], expected)
     assert torch.equal(output, torch.zeros(2, 3))
@@ -109,8 +113,8 @@ def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
     expected = model(x)
     steered = fh.Plan(fh.on("1", fh.Add(torch.ones(3))))
     keeping = steered + fh.Plan(fh.keep("1", label="late"))
-    assert torch.equal(fh.run(model, x, plan=steered), expected + 1)
-    assert torch.equal(fh.run(model, x, plan=steered, hooks={"1": add(1)}), expected + 2)
+    assert torch.equal(fh.run(model, x, plan=steered).output, expected + 1)
+    assert torch.equal(fh.run(model, x, plan=steered, hooks={"1": add(1)}).output, expected + 2)
     output, acts = fh.run(model, x, plan=steered, capture="1")
     assert torch.equal(output, acts["1"])
     for each in (keeping, prepared := keeping.prepare(model)):
@@ -120,7 +124,7 @@ def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
         assert torch.equal(acts["late:1"], output)
     assert not prepared.closed
     prepared.close()
-    assert torch.equal(fh.run(model, x), expected)
+    assert torch.equal(fh.run(model, x).output, expected)
     assert instrumented(model) == []
 
 
@@ -167,7 +171,7 @@ def test_names_near_to_those_of_run_do_not_reach_the_model(name: str, meant: str
 
     with pytest.raises(fh.HookTypeError, match=f"^run takes {meant}=, not {name}="):
         fh.run(Swallows(), torch.ones(2), **{name: {"": lambda *_: None}})
-    assert torch.equal(fh.run(Swallows(), torch.ones(2), mask=3), torch.ones(2))
+    assert torch.equal(fh.run(Swallows(), torch.ones(2), mask=3).output, torch.ones(2))
 
 
 class Swallowing(nn.Module):
@@ -222,7 +226,7 @@ def test_a_keyword_that_the_model_names_reaches_it() -> None:
         (fh.HookedModule(model), model),
         (compiled, compiled._orig_mod),
     ):
-        assert torch.equal(fh.run(called, x, hooks={"": add(1)}, at=-1, dtype=3, more=4), x + 1)
+        assert torch.equal(fh.run(called, x, hooks={"": add(1)}, at=-1, dtype=3, more=4)[0], x + 1)
         assert (own.named, own.kwargs) == ((-1, 3), {"more": 4})
     lens = HookedRootModule.wrap(Naming())
     lens.run_with_hooks(x, at=5)

@@ -123,9 +123,9 @@ def runs(model: nn.Module, chosen: str | list[type[nn.Module]], any_: str | None
     assert_type(
         fh.run(model, 1, capture=lambda name, _module: "mlp" in name)[1], fh.ActivationCache[Tensor]
     )
-    assert_type(fh.run(model, 1, plan=fh.Plan()), Any)
+    assert_type(fh.run(model, 1, plan=fh.Plan()).output, Any)
     print(fh.run(model, capture=any_))
-    fh.run(model, capture=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    fh.run(model, capture=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def captures(model: nn.Module, calls: Literal["last", "all"]) -> None:

@@ -29,7 +29,7 @@ class Ferrohook(System):
     def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
         hooks: Any = {f"model.layers.{layer}": fh.Add(vector)}
-        result: Tensor = fh.run(self.model, ids, hooks=hooks).logits
+        result: Tensor = fh.run(self.model, ids, hooks=hooks).output.logits
         return result
 
     def captured(self, ids: Tensor, layer: int) -> Tensor:
@@ -92,7 +92,7 @@ class Ferrohook(System):
     def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
         """See `System`."""
         hooks: Any = {name: fh.Add(vector)}
-        result: Tensor = fh.run(module, x, hooks=hooks)
+        result: Tensor = fh.run(module, x, hooks=hooks).output
         return result
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.attach.never_fired import explain
+from ferrohook.captures.cache import ActivationCache
 from ferrohook.captures.capture import capture as _capture
 from ferrohook.errors import HookError, NeverFiredWarning
 from ferrohook.plans.entries import KeepEntry
@@ -21,8 +22,7 @@ from ferrohook.util.swallowed import refuse_swallowed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ferrohook.captures.cache import ActivationCache
-    from ferrohook.names.select import Chosen, Selector
+    from ferrohook.names.select import Selector
     from ferrohook.plans.prepared import Request
     from ferrohook.registration.register import Hook
 
@@ -40,26 +40,13 @@ _MEANT: Final = {
 """Names for what `run` takes, near to ours or of other libraries."""
 
 
-@overload
-def run(
-    model: nn.Module,
-    *args: Any,
-    hooks: Mapping[Any, Hook] | None = None,
-    capture: None = None,
-    plan: Plan | Prepared | None = None,
-    **kwargs: Any,
-) -> Any: ...
+class RunResult(NamedTuple):
+    """Result of `run`; it unpacks as `output, acts`."""
 
-
-@overload
-def run(
-    model: nn.Module,
-    *args: Any,
-    hooks: Mapping[Any, Hook] | None = None,
-    capture: Chosen,
-    plan: Plan | Prepared | None = None,
-    **kwargs: Any,
-) -> tuple[Any, ActivationCache[Tensor]]: ...
+    output: Any
+    """Output of the model."""
+    acts: ActivationCache[Tensor]
+    """What `capture` or the plan keeps; empty without either."""
 
 
 def run(
@@ -69,7 +56,7 @@ def run(
     capture: Selector = None,
     plan: Plan | Prepared | None = None,
     **kwargs: Any,
-) -> Any:
+) -> RunResult:
     """Calls a model once, with hooks, a capture and a plan for this call alone.
 
     Args:
@@ -85,8 +72,7 @@ def run(
     Warns with `NeverFiredWarning` of modules that never ran.
 
     Returns:
-        The model's output; with `capture` or a plan that keeps a tuple of the output and the
-        `ActivationCache`.
+        The model's `output` and the captured `acts`, as a named tuple.
 
     Raises:
         SelectionError: a selector matches no module.
@@ -112,13 +98,13 @@ def run(
         msg = f"the plan was not prepared for this {model._get_name()}"
         raise HookError(msg)
     session = None if capture is None else _capture(model, capture)._tag
-    acts: ActivationCache | None = None
+    acts: ActivationCache[Any] = ActivationCache({})
     nothing = contextlib.nullcontext()
     request: Request | None = None
     if plan is not None:
         request = plan.open(model) if isinstance(plan, Plan) else plan.open()
         request.stacklevel = 3  # of this function's caller
-        acts = request.acts if keeps else None
+        acts = request.acts if keeps else acts
     with request or nothing, Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
         if session is not None:
@@ -129,4 +115,4 @@ def run(
         texts.append(explain(model, silent))
     for text in texts:
         warnings.warn(text, NeverFiredWarning, stacklevel=2)
-    return output if acts is None else (output, acts)
+    return RunResult(output, acts)
