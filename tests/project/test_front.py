@@ -88,7 +88,7 @@ def test_editors_find_lazy_names_and_their_types() -> None:
 
     assert set(fh.__all__) <= completed("fh.")
     assert {"norms", "steering"} <= completed("fh.plot.")
-    assert {"to_pandas"} <= completed("_, acts = fh.run(model, capture='x')\nacts.to_")
+    assert {"to_pandas"} <= completed("fh.run(model, capture='x').acts.to_")
     assert {"to_pandas"} <= completed("with fh.capture(model) as acts:\n    acts.to_")
 
 
