@@ -35,8 +35,8 @@ INTRODUCTION = """\
   that it returns.
 - `with fh.scope(): fh.register(...)` is for only this context's calls; `scope="global"` is for
   every caller's.
-- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call and returns the output
-  and the activations.
+- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call; the
+  result has `.output` and `.acts`, and unpacks as these.
 - `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
   prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
   plan is JSON: `to_json`, `from_json`.

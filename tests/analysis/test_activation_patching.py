@@ -236,7 +236,12 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
         assert [id(type(module)) for module in net.modules()] == classes
 
     refused(fh.HookTypeError, "an analysis takes an instance of nn.Module, got int", 1)
-    refused(fh.HookTypeError, "clean has a tensor with a row for each text, .*got str", net, "one")
+    refused(
+        fh.HookTypeError,
+        "clean has a tensor with a row .*got str: tokenize the text first",
+        net,
+        "one",
+    )
     refused(fh.HookTypeError, "corrupted has a tensor with a row", net, one, {"ids": [1]})
     refused(fh.HookError, "no difference to find", net, one, one)
     refused(fh.SelectionError, "nope", net, one, other, difference, "nope")

@@ -107,13 +107,18 @@ def test_a_lens_prints_and_plots_itself(net: Net) -> None:
     pytest.importorskip("matplotlib.pyplot").close("all")
 
 
+class Tokenizer:
+    def decode(self, token_id: int) -> str:
+        return f"w{token_id}"
+
+
 def test_labels_of_positions_are_the_texts_given(net: Net) -> None:
     ids = torch.randint(WORDS, (TEXTS, POSITIONS))
     plain = analysis.logit_lens(net, ids, "blocks.*")
     assert repr(plain).split()[1 : 1 + POSITIONS] == [*map(str, range(POSITIONS))]
     pytest.importorskip("matplotlib").use("agg")
     for batch in (ids, (ids,)):
-        lens = analysis.logit_lens(net, batch, "blocks.*", decode="w{}".format)
+        lens = analysis.logit_lens(net, batch, "blocks.*", decode=Tokenizer())
         for row in range(TEXTS):
             labels = [label.get_text() for label in lens.plot(row).get_xticklabels()]
             assert labels == [f"w{each}" for each in ids[row].tolist()]

@@ -245,12 +245,20 @@ def test_a_hook_that_its_error_disabled_says_so_wherever_it_is_shown() -> None:
     wrapped(torch.ones(1))
     assert [info.failure for info in wrapped.hooks()] == ["ValueError: boom"]
     assert why in repr(wrapped.hooks())
+    assert (group.enabled, group.last_error) == (False, "ValueError: boom")
+    second.disable()
+    head, *lines = repr(fh.hooks(model)).splitlines()
+    states = [line[head.index("state") :] for line in lines]
+    assert states[0].startswith(f"{why}  ")
+    assert states[1].startswith("disabled by hand  ")
+    second.enable()
     # `disable` keeps the reason of a hook that is disabled already; `enable` forgets it.
     group.disable()
     assert (first.failure, second.failure) == ("ValueError: boom", None)
     assert "2 disabled by on_error after ValueError: boom" in repr(group)
     group.enable()
     assert (first.failure, why in repr(group)) == (None, False)
+    assert (group.enabled, group.last_error) == (True, None)
     first.disable()
     assert repr(first).endswith("forward disabled, calls=1>")
 

@@ -196,8 +196,8 @@ def test_another_thread_may_change_the_model(model: Model) -> None:
 # Refused arguments. The whole text of errors is compared: users rely on it.
 
 TAKES = (
-    "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
-    " (name, module) -> bool, or a list, tuple or set of these, got "
+    "modules are selected by a path, a glob, a compiled regex of str, a module, a subclass of "
+    "nn.Module, a predicate (name, module) -> bool, or a list, tuple or set of these, got "
 )
 WRONG: dict[str, tuple[Any, str]] = {
     "a number": (3, "int"),
@@ -228,23 +228,37 @@ def test_wrong_types_are_refused(model: Model, case: str) -> None:
 def test_selecting_from_anything_but_a_module_is_refused(wrong: Any, given_: str) -> None:
     with pytest.raises(HookTypeError) as caught:
         select(wrong, "odd")
-    message = f"select names modules of an instance of nn.Module, got {given_}"
+    message = f"modules are selected in an instance of nn.Module, got {given_}"
     assert str(caught.value) == message
 
 
-def test_a_module_as_a_selector_is_refused(model: Model) -> None:
+def test_a_module_is_a_selector(model: Model) -> None:
     for module, name in [
-        (model.layers[0].mlp, "'layers.0.mlp'"),
-        (model.tied, "'embed'"),
-        (model, "''"),
-        (nn.ReLU(), "this one is not in the model"),
+        (model.layers[0].mlp, "layers.0.mlp"),
+        (model.tied, "embed"),
+        (model, ""),
     ]:
-        with pytest.raises(HookTypeError) as caught:
-            select(model, ["odd", module])
-        assert str(caught.value) == (
-            f"select takes the name of a module ({name}), not the module itself,"
-            f" got {type(module).__name__}"
-        )
+        assert select(model, module) == {name: module}
+        assert set(select(model, ["odd", module])) == {name, "odd"}
+    with pytest.raises(SelectionError, match=r"^this ReLU is not in the Model$"):
+        select(model, ["odd", nn.ReLU()])
+
+
+def test_modules_are_taken_where_names_are(model: Model) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x, zero = torch.ones(1, 2), torch.zeros(1, 2)
+    plan = fh.Plan(fh.on(net[0], fh.Zero()), fh.keep(net[0]))
+    assert "Linear(in_features=2" in repr(plan)
+    for each in (
+        fh.run(net, x, plan=plan),
+        fh.run(net, x, hooks={net[0]: fh.Zero()}, capture=net[0]),
+    ):
+        assert torch.equal(each.acts["0"], zero)
+    with fh.register(net, net[1], fh.Zero()), fh.capture(net, net) as acts:
+        assert torch.equal(net(x), zero)
+    assert torch.equal(acts[""], zero)
+    with pytest.raises(HookTypeError, match=r"JSON has paths.* not Linear\("):
+        plan.to_json()
 
 
 def takes_one(name: str) -> bool:

@@ -55,6 +55,8 @@ def test_a_model_without_input_ids_needs_an_example() -> None:
 def test_a_model_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(fh.HookError, match=r"Layers cannot be looked at.*RuntimeError.*example"):
         fh.quantities(Layers(), torch.randn(2, 3, 7))
+    with pytest.raises(fh.HookError, match=r"cannot be looked at.*: tokenize the text first"):
+        fh.quantities(Layers(), "a text")
 
 
 @pytest.mark.parametrize("name", ["at", "dtype", "plan", "hooks", "prompt", "scope"])

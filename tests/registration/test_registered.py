@@ -111,8 +111,8 @@ def test_hooks_print_as_a_table() -> None:
     fh.register(model, ["", "0"], fh.Scale(2.0))
     place = f"{__file__}:{here}"
     head, root, first = str(fh.hooks(model)).splitlines()
-    assert head.split() == ["module", "phase", "hook", "calls", "registered", "in", "by"]
-    assert root.startswith("(the model)  forward  Scale(factor=2.0)      0  ")
+    assert head.split() == ["module", "phase", "hook", "state", "calls", "registered", "in", "by"]
+    assert root.startswith("(model)  forward  Scale(factor=2.0)  enabled      0  ")
     assert f"  {place}  fh.register(model," in first
     html = fh.hooks(model)._repr_html_()
     assert html.count("<tr>") == 3

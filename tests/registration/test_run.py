@@ -37,6 +37,16 @@ def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tenso
     assert list(acts) == ["0", "1"]
 
 
+def test_run_says_that_a_text_is_to_be_tokenized() -> None:
+    for args in (("a text",), (["a", "text"],)):
+        with pytest.raises(TypeError) as caught:
+            fh.run(nn.Embedding(3, 3), *args)
+        assert "tokenize the text first, tokenizer(text" in caught.value.__notes__[0]
+    with pytest.raises(TypeError) as caught:
+        fh.run(nn.Embedding(3, 3), 1.5)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_run_accepts_selectors_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
     seen: list[str] = []
     hooks: dict[Any, Any] = {

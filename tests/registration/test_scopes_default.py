@@ -31,13 +31,19 @@ def model() -> nn.Sequential:
 
 SCOPES: list[Callable[[nn.Module], AbstractContextManager[Any]]] = [
     lambda _model: fh.scope(),
-    lambda model: fh.capture(model, "0"),
     lambda model: fh.Plan(fh.on("0", fh.Scale(1.0))).prepare(model).open(),
     lambda model: fh.batch({fh.Plan(fh.on("0", fh.Scale(1.0))).prepare(model).open(): [0]}),
 ]
 
 
-@pytest.mark.parametrize("enter", SCOPES, ids=["scope", "capture", "request", "batch"])
+OBSERVERS: list[Callable[[nn.Module], AbstractContextManager[Any]]] = [
+    lambda model: fh.capture(model, "0"),
+    fh.nan_watch,
+    fh.profile,
+]
+
+
+@pytest.mark.parametrize("enter", SCOPES, ids=["scope", "request", "batch"])
 def test_a_hook_registered_in_an_entered_scope_fires_there_alone(
     enter: Callable[[nn.Module], AbstractContextManager[Any]],
     model: nn.Sequential,
@@ -62,6 +68,28 @@ def test_the_innermost_of_nested_scopes_gets_the_hook(model: nn.Sequential) -> N
         fh.register(model, "0", add(100))
         assert torch.equal(model(X), X + 101)
     assert torch.equal(model(X), X)
+
+
+@pytest.mark.parametrize("enter", OBSERVERS, ids=["capture", "watch", "profile"])
+def test_a_hook_registered_in_an_observer_belongs_to_the_scope_around_it(
+    enter: Callable[[nn.Module], AbstractContextManager[Any]],
+    model: nn.Sequential,
+    elsewhere: ThreadPoolExecutor,
+) -> None:
+    with fh.scope():
+        with enter(model), fh.capture(model, "0") as acts:
+            group = fh.register(model, "0", add(1))
+            assert torch.equal(model(X), X + 1)
+            assert torch.equal(elsewhere.submit(model, X).result(LIMIT), X)
+        assert torch.equal(acts["0"], X + 1)
+        assert torch.equal(model(X), X + 1)
+    assert group.removed
+    with enter(model):
+        group = fh.register(model, "0", add(1))
+        model(X)
+    assert torch.equal(elsewhere.submit(model, X).result(LIMIT), X + 1)
+    group.remove()
+    assert type(model[0]) is nn.Identity
 
 
 def test_scope_global_registers_for_all_contexts(

@@ -137,7 +137,7 @@ def test_the_earliest_deadline_ends_a_call() -> None:
             assert model(x) == 12
             with deadline(0.0), deadline(LIMIT):
                 time.sleep(0.001)
-                with pytest.raises(TimeoutError, match="the time for this call is over"):
+                with pytest.raises(TimeoutError, match=r"deadline exceeded: this call had 0\.0 s"):
                     model(x)
             assert model(x) == 12
         assert model(x) == 12
@@ -146,17 +146,35 @@ def test_the_earliest_deadline_ends_a_call() -> None:
 def test_a_deadline_that_nothing_asked_for_raises_at_the_end_of_its_block() -> None:
     model, x = nn.Sequential(Doubling()), torch.tensor(3.0)
     reached = []
-    never = pytest.raises(TimeoutError, match=r"nothing could end it earlier: register check_")
+    late = (
+        r"deadline exceeded: this call had 0.0 s, and nothing checked the deadline of 0.0 s: pass "
+    )
+    never = pytest.raises(TimeoutError, match=late)
     with never, deadline(0.0):
         reached.append(model(x))
     assert reached == [6]
-    with deadline(LIMIT):
+    told = pytest.warns(fh.NeverFiredWarning, match=r"nothing checked .* pass the model")
+    with told as warned, deadline(LIMIT):
         assert model(x) == 6
+    assert warned[0].filename == __file__
     # The block's own exception stays, and an outer limit is the inner one's end.
     with pytest.raises(KeyError), deadline(0.0):
         raise KeyError
     with pytest.raises(TimeoutError), deadline(0.0), deadline(LIMIT):
         model(x)
+
+
+def test_a_deadline_with_a_model_is_checked_at_each_module() -> None:
+    model, x = nn.Sequential(Doubling(), Doubling()), torch.tensor(3.0)
+    with deadline(LIMIT, model):
+        assert model(x) == 12
+    slow = fh.register(model, "0", lambda *_: time.sleep(0.1))
+    late = pytest.raises(TimeoutError, match=r"^deadline exceeded: this call had 0\.05 s")
+    with slow, late as caught, deadline(0.05, model):
+        model(x)
+    (note,) = caught.value.__notes__
+    assert "of `1` (Doubling)" in note
+    assert not fh.hooks(model)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
@@ -190,6 +208,21 @@ def collected(*collectors: ModelMetrics) -> dict[tuple[str, ...], float]:
     }
 
 
+def test_metrics_count_hooks_that_an_error_disabled() -> None:
+    model = nn.Sequential(Doubling(), Doubling())
+    metrics = ModelMetrics(model)
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    with fh.register(model, "1", fail, on_error="disable"), fh.register(model, "*", fail) as other:
+        other.disable()
+        model(torch.zeros(5))
+        found = collected(metrics)
+        disabled = [found["ferrohook_hooks_disabled", name] for name in ("(model)", "0", "1")]
+    assert disabled == [0, 0, 1]
+
+
 def test_model_metrics() -> None:
     model = nn.Sequential(Doubling(), Doubling())
     metrics = ModelMetrics(model, ["", "1"], buckets=(1e-9, 10.0))
@@ -199,12 +232,12 @@ def test_model_metrics() -> None:
         metrics.add_captured(acts)
     found = collected(metrics)
     seconds = found.pop(("ferrohook_module_seconds_sum", "1"))
-    assert 0 < seconds < found.pop(("ferrohook_module_seconds_sum", "Sequential"))
+    assert 0 < seconds < found.pop(("ferrohook_module_seconds_sum", "(model)"))
     assert found == {
         ("ferrohook_captured_bytes_total",): 60,
         **{
             key: value
-            for name in ("Sequential", "1")
+            for name in ("(model)", "1")
             for key, value in {
                 ("ferrohook_module_calls_total", name): 3,
                 ("ferrohook_module_seconds_bucket", name, "1e-09"): 0,
@@ -212,6 +245,7 @@ def test_model_metrics() -> None:
                 ("ferrohook_module_seconds_bucket", name, "+Inf"): 3,
                 ("ferrohook_module_seconds_count", name): 3,
                 ("ferrohook_hook_errors_total", name): 0,
+                ("ferrohook_hooks_disabled", name): 0,
             }.items()
         },
     }
@@ -237,9 +271,9 @@ def test_buckets_count_calls_up_to_their_bound() -> None:
         model(seconds)
         at_most.append(time.perf_counter() - start)
     found = collected(metrics)
-    assert found["ferrohook_module_seconds_bucket", "Sleeping", "+Inf"] == 4
+    assert found["ferrohook_module_seconds_bucket", "(model)", "+Inf"] == 4
     for bound in (0.005, 0.1):
-        calls = found["ferrohook_module_seconds_bucket", "Sleeping", str(bound)]
+        calls = found["ferrohook_module_seconds_bucket", "(model)", str(bound)]
         # Bounds on any machine: a bucket is 1.6 % wide.
         assert sum(took < bound / 1.02 for took in at_most) <= calls
         assert calls <= sum(took < bound for took in at_least)

@@ -48,7 +48,7 @@ def test_the_summary_is_a_tree_of_hooked_modules(model: nn.Sequential, x: Tensor
             "└── 1 Sequential",
             "    └── 0 Linear",
             "        ├── forward_pre ignore (1 calls)",
-            "        └── forward ignore (1 calls, priority 3, disabled)",
+            "        └── forward ignore (1 calls, priority 3, disabled by hand)",
         ]
     assert len(shown(model)) == 4
     group.remove()

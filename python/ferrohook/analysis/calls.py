@@ -12,6 +12,7 @@ from torch import Tensor
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import at_least
 from ferrohook.util.tensors import leaves_by_path, map_tensors, tensors_in
+from ferrohook.util.texts import tokenize_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ class ModelCall(NamedTuple):
         if not rows:
             msg = (
                 f"{name} has a tensor with a row for each text, such as token ids of the shape "
-                f"(batch, positions), got {type(inputs).__name__}"
+                f"(batch, positions), got {type(inputs).__name__}{tokenize_hint(args, kwargs)}"
             )
             raise HookTypeError(msg)
         return cls(args, kwargs, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.plot import pictures
-from ferrohook.util.arguments import OutputIndex, at_least
+from ferrohook.util.arguments import OutputIndex, at_least, expect_callable
 from ferrohook.util.progress import progress_bar
 from ferrohook.util.tables import Printed
 
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.names.select import Selector
+
+
+class Decoder(Protocol):
+    """Tokenizer: the method `decode` returns the text of a token id."""
+
+    def decode(self, token_id: int, /) -> str: ...  # noqa: D102 (see the class)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,7 +93,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
     to_logits: Callable[[Tensor], Tensor] | None = None,
     output_index: OutputIndex = None,
     top: int = 1,
-    decode: Callable[[int], str] = str,
+    decode: Callable[[int], str] | Decoder = str,
     tokens: Sequence[str] | None = None,
     batch_size: int = BATCH_SIZE,
     progress: bool = True,
@@ -105,7 +111,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         to_logits: maps a hidden state to logits, in place of the model's own code.
         output_index: part of a layer's output, see `capture`; None for its first tensor.
         top: number of tokens to keep.
-        decode: text of a token id, such as `tokenizer.decode`.
+        decode: a tokenizer, or a function of a token id.
         tokens: labels of the positions; by default the texts of `input_ids` if `decode` is given.
         batch_size: rows of a forward.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
@@ -119,9 +125,11 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
             once.
 
     Examples:
-        >>> lens = fh.analysis.logit_lens(model, ids, decode=tokenizer.decode)
+        >>> lens = fh.analysis.logit_lens(model, ids, decode=tokenizer)
         >>> lens.plot()
     """
+    decoding: Any = getattr(decode, "decode", decode)
+    expect_callable(decoding, "decode is a tokenizer or a function of a token id")
     targets = Targets(model, what, output_index=output_index)
     call = ModelCall.of(batch)
     found, output = targets.read(call, cloned)
@@ -141,7 +149,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
             probabilities.append(likeliest.values.cpu())
             advance()
     inputs = None if decode is str else _token_ids(call, ids[0].shape[:2])
-    return Lens([*states], torch.stack(ids), torch.stack(probabilities), decode, tokens, inputs)
+    return Lens([*states], torch.stack(ids), torch.stack(probabilities), decoding, tokens, inputs)
 
 
 def _token_ids(call: ModelCall, shape: torch.Size) -> Tensor | None:

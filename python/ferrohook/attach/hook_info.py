@@ -38,10 +38,10 @@ class HookInfo(NamedTuple):
 
 
 def state_of(hook: HookInfo | HookHandle) -> str:
-    """Returns "disabled" and why, for people; "" for an enabled hook."""
+    """Returns whether a hook is enabled and, if not, why, for people."""
     if hook.enabled:
-        return ""
-    return "disabled" + (f" by on_error after {hook.failure}" if hook.failure else "")
+        return "enabled"
+    return f"disabled by on_error after {hook.failure}" if hook.failure else "disabled by hand"
 
 
 def find_registry(module: nn.Module) -> Registry | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.attach.classes import plain_class
-from ferrohook.util.texts import MOST_LISTED
+from ferrohook.util.texts import MOST_LISTED, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ def explain(model: nn.Module, names: Sequence[str], *, in_threads: str = "") -> 
             reason.
     """
     reasons = [_bypass_reason(model, name) for name in names[:MOST_LISTED]]
-    listed = [f"{name!r}{reason}" for name, reason in zip(names, reasons, strict=False)]
+    listed = [f"{shown(name)}{reason}" for name, reason in zip(names, reasons, strict=False)]
     if len(names) > MOST_LISTED:
         listed.append(f"and {len(names) - MOST_LISTED} more")
     verb = "was" if len(names) == 1 else "were"

@@ -120,6 +120,8 @@ class CaptureSession:
 class Capture(Scope, Generic[V_co]):
     """A scope that captures, see `capture`; its `with` statement gives the activations."""
 
+    _takes_hooks = False
+
     if TYPE_CHECKING:
 
         @property

@@ -16,11 +16,14 @@ from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.spelling import SIGN, suggested
 from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.util.texts import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-_Single: TypeAlias = "str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], object]"
+_Single: TypeAlias = (
+    "str | re.Pattern[str] | nn.Module | type[nn.Module] | Callable[[str, nn.Module], object]"
+)
 _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
 Chosen: TypeAlias = "_Single | _Union"
 Selector: TypeAlias = "Chosen | None"
@@ -42,6 +45,7 @@ def select(
             - a glob: `*`, `?` and `[...]` match inside one segment of a dotted path, the segment
               `**` any number of segments, none included. A str that is the path of a module is
               that path, and no glob.
+            - a module of the model.
             - a compiled regex, for `re.search` in the path.
             - a subclass of `nn.Module`, for its instances.
             - a predicate `(name, module) -> bool`.
@@ -57,7 +61,7 @@ def select(
         SelectionError: a selector matches no module, or containers alone with `called=True`.
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
-    expect_module(model, "select names modules of")
+    expect_module(model, "modules are selected in")
     if isinstance(what, str) and (module := _module_at(model, what)) is not None:
         return _without_containers({what: module}, called)  # without walking the model
     key = _key(what)
@@ -134,8 +138,7 @@ def refuse_container(name: str, module: nn.Module) -> None:
         children = ".".join([*filter(None, [name]), *["*"] * min(depths)])
         advice = f": select the modules in it, {children!r}"
     msg = (
-        f"{repr(name) if name else 'the model itself'} is a {module._get_name()}, which has no "
-        f"forward and is never called{advice}"
+        f"{shown(name)} is a {module._get_name()}, which has no forward and is never called{advice}"
     )
     raise SelectionError(msg)
 
@@ -234,13 +237,6 @@ def _match(tree: _Tree, what: object, called: bool) -> dict[str, nn.Module]:  # 
         return {name: it for member in what for name, it in _match(tree, member, called).items()}
     if isinstance(what, str) and (module := _module_at(tree.model, what)) is not None:
         return _without_containers({what: module}, called)
-    if isinstance(what, nn.Module):
-        names = (repr(name) for name, module in tree.named.items() if module is what)
-        msg = (
-            f"select takes the name of a module ({next(names, 'this one is not in the model')}), "
-            f"not the module itself, got {describe(what)}"
-        )
-        raise HookTypeError(msg)
     matches = _matcher(what)
     found = {name: module for name, module in tree.named.items() if matches(name, module)}
     if not found:
@@ -249,6 +245,8 @@ def _match(tree: _Tree, what: object, called: bool) -> dict[str, nn.Module]:  # 
 
 
 def _matcher(what: object) -> Callable[[str, nn.Module], object]:
+    if isinstance(what, nn.Module):
+        return lambda _, module: module is what
     if isinstance(what, str) or (isinstance(what, re.Pattern) and isinstance(what.pattern, str)):
         return lambda name, _: _pattern_matches(what, name)
     if isinstance(what, type) and issubclass(what, nn.Module):
@@ -257,8 +255,9 @@ def _matcher(what: object) -> Callable[[str, nn.Module], object]:
         return _predicate_matcher(what)
     got = f"the pattern {what!r}" if isinstance(what, re.Pattern) else describe(what)
     msg = (
-        "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
-        f" (name, module) -> bool, or a list, tuple or set of these, got {got}"
+        "modules are selected by a path, a glob, a compiled regex of str, a module, a subclass of "
+        "nn.Module, a predicate (name, module) -> bool, or a list, tuple or set of these, "
+        f"got {got}"
     )
     raise HookTypeError(msg)
 
@@ -302,6 +301,8 @@ def _no_match_message(tree: _Tree, what: object) -> str:
         selector, unknown = repr(what), what.pattern
     elif isinstance(what, str):
         selector, unknown = repr(what), what
+    elif isinstance(what, nn.Module):
+        return f"this {what._get_name()} is not in the {tree.model._get_name()}"
     else:
         selector = f"the predicate {_title(what)}"
     msg = f"nothing in {tree.model._get_name()} matches {selector}"

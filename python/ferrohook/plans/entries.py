@@ -17,6 +17,7 @@ from ferrohook.tokens.tracking import check_takes_at
 from ferrohook.util.arguments import check_encodes, expect
 from ferrohook.util.tables import text_table
 from ferrohook.util.tensors import content_of
+from ferrohook.util.texts import MODEL, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,8 +100,13 @@ class HookEntry(PlanEntry):
         return functools.partial(on, **own), (self.what, self.hook)
 
     def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
-        name = getattr(self.hook, "__qualname__", None) or repr(self.hook)
-        return (_shown(self.what), name, self.phase, _shown(self.at), _shown_options(self.options))
+        return (
+            _shown(self.what),
+            name_of(self.hook),
+            self.phase,
+            _shown(self.at),
+            _shown_options(self.options),
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,8 +236,8 @@ def _shown(value: Any) -> str:
     if value is None:
         return "all"
     if isinstance(value, str):
-        return value or "the model"
-    return getattr(value, "__qualname__", None) or repr(value)
+        return value or MODEL
+    return name_of(value)
 
 
 def _shown_options(options: Mapping[str, Any]) -> str:

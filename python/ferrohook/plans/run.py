@@ -18,6 +18,7 @@ from ferrohook.registration.register import register, warnings_of
 from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect, expect_module
 from ferrohook.util.swallowed import refuse_swallowed
+from ferrohook.util.texts import tokenize_hint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,7 +110,12 @@ def run(
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
         if session is not None:
             acts = session.begin(own)
-        output = model(*args, **kwargs)
+        try:
+            output = model(*args, **kwargs)
+        except TypeError as error:
+            if hint := tokenize_hint(args, kwargs):
+                error.add_note(f"ferrohook: run calls the model with these arguments{hint}")
+            raise
         texts = warnings_of(groups)
     if session is not None and (silent := session.silent()):
         texts.append(explain(model, silent))

@@ -17,6 +17,7 @@ from ferrohook.effects.interventions import KINDS
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.util.arguments import describe
+from ferrohook.util.texts import name_of
 
 VERSION: Final = 1
 VECTORS: Final = {
@@ -98,7 +99,7 @@ def _selector(what: Any, path: str) -> Any:
         return members if isinstance(what, list) else {"tuple": members}
     if isinstance(what, AbstractSet):
         return {"set": sorted((_selector(each, path) for each in what), key=json.dumps)}
-    name = getattr(what, "__qualname__", None) or repr(what)
+    name = name_of(what)
     msg = f"{path}: JSON has paths, globs, regexes of str and lists of these, not {name}"
     raise HookTypeError(msg)
 

@@ -16,6 +16,7 @@ from ferrohook.quantity.proofs.proving import look_at
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.swallowed import refuse_swallowed
 from ferrohook.util.tables import html_table, text_table
+from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,7 @@ class Quantity:
     @property
     def place(self) -> str:
         """Module, phase, part and multiplier as text."""
-        name = self.path or "the model"
+        name = self.path or MODEL
         if self.point is not None:
             return f"{self.point} inside {name}"
         inside = "" if self.part is None else f"[{self.part!r}]"
@@ -144,6 +145,15 @@ class Quantities(Mapping[str, Quantity]):
         reasons = {each: self.missing[each] for each in select_names(self.missing, plain)}
         if not reasons:
             reasons = {each: self.missing[each] for each in _causes(plain) if each in self.missing}
+        kind, _, number = plain.rpartition(".")
+        blocks = [
+            int(each.rpartition(".")[2]) for each in select_names(self._found, f"{SIGN}{kind}.*")
+        ]
+        if number.isdecimal() and blocks and int(number) > max(blocks):
+            msg = (
+                f"{self.model} has no {SIGN}{plain}: its blocks are {min(blocks)} to {max(blocks)}"
+            )
+            return SelectionError(msg)
         msg = f"{SIGN}{plain} is not proved in {self.model}"
         if reasons:
             first = next(iter(reasons))

@@ -10,7 +10,7 @@ from ferrohook.attach.hook_info import as_given, find_registry, state_of
 from ferrohook.names.select import select
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.tables import html_table, text_table
-from ferrohook.util.texts import name_of
+from ferrohook.util.texts import MODEL, name_of, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ferrohook._core import HookHandle, Registry
     from ferrohook.effects.typed import Phase
 
-_HEADINGS = ("module", "phase", "hook", "calls", "registered in", "by")
+_HEADINGS = ("module", "phase", "hook", "state", "calls", "registered in", "by")
 
 
 class RegisteredHook(NamedTuple):
@@ -48,8 +48,9 @@ class RegisteredHook(NamedTuple):
 
     def __repr__(self) -> str:
         name = name_of(self.hook)
-        state = f", {state}" if (state := state_of(self.handle)) else ""
-        return f"<{self.phase} hook {name} of {self.module!r}, registered in {self._place}{state}>"
+        state = "" if self.handle.enabled else f", {state_of(self.handle)}"
+        module = shown(self.module)
+        return f"<{self.phase} hook {name} of {module}, registered in {self._place}{state}>"
 
     @property
     def _place(self) -> str:
@@ -57,11 +58,8 @@ class RegisteredHook(NamedTuple):
 
     def _cells(self) -> tuple[str, ...]:
         calls = f"{self.handle.calls:,}"
-        module = self.module or "(the model)"
-        name = name_of(self.hook)
-        if state := state_of(self.handle):
-            name += f" ({state})"
-        return (module, self.phase, name, calls, self._place, self.code)
+        module, state = self.module or MODEL, state_of(self.handle)
+        return (module, self.phase, name_of(self.hook), state, calls, self._place, self.code)
 
 
 class RegisteredHooks(list[RegisteredHook]):

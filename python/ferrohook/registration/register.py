@@ -29,6 +29,7 @@ from ferrohook.tokens.tracking import (
     track,
     with_tokens_ahead,
 )
+from ferrohook.util.texts import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -82,6 +83,16 @@ class HandleGroup(AttachmentContext):
     def priority(self, priority: int) -> None:
         for handle in self:
             handle.priority = priority
+
+    @property
+    def enabled(self) -> bool:
+        """True if all of the hooks fire when their turn comes."""
+        return all(handle.enabled for handle in self)
+
+    @property
+    def last_error(self) -> str | None:
+        """Error that disabled one of the hooks by its `on_error`, as text; None if none did."""
+        return next((handle.failure for handle in self if handle.failure), None)
 
     @property
     def removed(self) -> bool:
@@ -148,7 +159,7 @@ class HandleGroup(AttachmentContext):
         phase = self._handles[silent[0]].phase
         if phase.startswith("forward"):
             return explain(self._model, silent, in_threads=in_threads)
-        names = ", ".join(map(repr, silent))
+        names = ", ".join(map(shown, silent))
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
     def __reduce__(self) -> Any:
@@ -215,8 +226,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         priority: higher fires first.
         on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
         scope: fire only in the contexts that entered this scope, until it is left: by default the
-            one that this context entered last, if any, captures, requests and batches included.
-            "global" for the calls of all contexts.
+            one that this context entered last, if any, requests and batches included. Captures,
+            which only observe, are left out. "global" for the calls of all contexts.
 
     Returns:
         The handles of the hook, as a group.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, cast
 
 from ferrohook._core import Activation, Frame, frames
 from ferrohook.errors import HookError, HookTypeError
@@ -34,6 +34,9 @@ class Scope(Frame):
     or its scope was left, backward raises `HookError`; captures, native detectors and
     `ForwardHook`s, which change nothing, may be left before.
     """
+
+    _takes_hooks: ClassVar = True
+    """False for one that only observes: a hook registered inside belongs to the scope around it."""
 
     if TYPE_CHECKING:
 
@@ -122,15 +125,15 @@ def scope_of(given: Any) -> Frame | None:
 
 
 def innermost() -> Frame | None:
-    """Returns the scope that the current context entered last; None if it entered none.
+    """Returns the scope for hooks that the current context entered last; None if it entered none.
 
     Raises:
         HookError: it was left by another context, such as the one that started this task.
     """
-    entered = frames.get()
-    if not entered:
+    entered = (each for each in reversed(frames.get()) if getattr(each, "_takes_hooks", True))
+    last = next(entered, None)
+    if last is None:
         return None
-    last = entered[-1]
     if last.closed:
         msg = (
             "the scope of this context was left elsewhere, and its hooks with it: pass "

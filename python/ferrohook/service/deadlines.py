@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from contextvars import ContextVar
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from ferrohook.errors import NeverFiredWarning
+from ferrohook.registration.register import register
+from ferrohook.registration.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TOO_LATE: Final = "the time for this call is over"
+    from torch import nn
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,6 +28,8 @@ class _Limit:
     """A deadline, as early as the one around it."""
 
     end: float
+    seconds: float
+    """Seconds that the call had, from the start of the deadline that applies."""
     around: _Limit | None
     asked: bool = False
     """True once something has asked for it, which then keeps it."""
@@ -32,24 +39,49 @@ _limit: ContextVar[_Limit | None] = ContextVar("ferrohook_deadline", default=Non
 
 
 @contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
+def deadline(seconds: float, model: nn.Module | None = None) -> Iterator[None]:
     """Sets a time limit for the calls of this context, see `check_deadline`.
 
     Of nested deadlines the earliest applies. Requests that a `Batcher` gets inside have it too.
+    Warns with `NeverFiredWarning`, when the block ends, if nothing inside checked the limit.
+
+    Args:
+        seconds: time limit, from now on.
+        model: check at each module of this model, by hooks that are there for the block only; a
+            service registers `check_deadline` once instead.
 
     Raises:
         ValueError: `seconds` is negative or NaN.
-        TimeoutError: at the end of the block, if it took longer and neither `check_deadline` nor a
-            `Batcher` asked for the limit: then nothing could end a call.
+        TimeoutError: at a module, if the time is over; or at the end of the block, if nothing
+            inside checked the limit.
     """
-    with limited(seconds) as limit:
+    with limited(seconds) as limit, contextlib.ExitStack() as stack:
+        if model is not None:
+            checks = stack.enter_context(_Checks())
+            register(model, None, check_deadline, phase="forward_pre", scope=checks)
         yield
-    if not limit.asked and monotonic() > limit.end:
-        msg = (
-            f"{TOO_LATE}, and nothing could end it earlier: register check_deadline on the modules "
-            'that may, as in fh.register(model, "layers.*", check_deadline, phase="forward_pre")'
-        )
+    if limit.asked:
+        return
+    msg = (
+        f"nothing checked the deadline of {limit.seconds} s: pass the model, as in "
+        "deadline(5.0, model), or register check_deadline on modules, as in "
+        'fh.register(model, "layers.*", check_deadline, phase="forward_pre")'
+    )
+    if monotonic() > limit.end:
+        msg = f"{too_late(limit.seconds)}, and {msg}"
         raise TimeoutError(msg)
+    warnings.warn(msg, NeverFiredWarning, stacklevel=3)
+
+
+class _Checks(Scope):
+    """Scope of the checks of a deadline; other hooks in the block belong to the scope around it."""
+
+    _takes_hooks = False
+
+
+def too_late(seconds: float) -> str:
+    """Returns the text of the error that a call had no more time than this."""
+    return f"deadline exceeded: this call had {seconds} s"
 
 
 @contextlib.contextmanager
@@ -60,7 +92,9 @@ def limited(seconds: float) -> Iterator[_Limit]:
         raise ValueError(msg)
     around = _limit.get()
     end = monotonic() + seconds
-    limit = _Limit(end if around is None else min(around.end, end), around)
+    if around is not None and around.end < end:
+        end, seconds = around.end, around.seconds
+    limit = _Limit(end, float(seconds), around)
     token = _limit.set(limit)
     try:
         yield limit
@@ -68,13 +102,16 @@ def limited(seconds: float) -> Iterator[_Limit]:
         _limit.reset(token)
 
 
-def current_deadline() -> float:
-    """Returns the end of this context's deadline, as `time.monotonic` tells it; inf without one."""
+def current_deadline() -> tuple[float, float]:
+    """Returns the end of this context's deadline, as `time.monotonic` tells it, and its seconds.
+
+    Both are inf without one.
+    """
     innermost = each = _limit.get()
     while each is not None:
         each.asked = True
         each = each.around
-    return inf if innermost is None else innermost.end
+    return (inf, inf) if innermost is None else (innermost.end, innermost.seconds)
 
 
 def check_deadline(_module: object, _args: object) -> None:
@@ -90,5 +127,6 @@ def check_deadline(_module: object, _args: object) -> None:
         >>> with deadline(2.0):
         ...     model(ids)
     """
-    if monotonic() > current_deadline():
-        raise TimeoutError(TOO_LATE)
+    end, seconds = current_deadline()
+    if monotonic() > end:
+        raise TimeoutError(too_late(seconds))

@@ -19,6 +19,7 @@ from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.names.select import select
 from ferrohook.registration.register import register
+from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from torch import nn
 
+    from ferrohook._core import Registry
     from ferrohook.attach.hook_info import HookInfo
     from ferrohook.captures.cache import ActivationCache
     from ferrohook.names.select import Selector
@@ -60,9 +62,10 @@ class ModelMetrics(Collector):
     - `ferrohook_module_calls_total`: calls that began,
     - `ferrohook_module_seconds`: histogram of the duration of calls that returned,
     - `ferrohook_hook_errors_total`: exceptions of hooks, whatever their `on_error`,
+    - `ferrohook_hooks_disabled`: global hooks that an error has disabled, by their `on_error`,
     - `ferrohook_captured_bytes_total`: bytes of the captures passed to `add_captured`,
 
-    all but the last by `module`; the model itself has the name of its class. A collector for a
+    all but the last by `module`; the model itself is `(model)`. A collector for a
     `CollectorRegistry` of prometheus_client. It observes natively, without Python in the calls,
     until it is closed.
 
@@ -94,7 +97,6 @@ class ModelMetrics(Collector):
         self._captured = 0
         self._counting = threading.Lock()
         self._modules = select(model, what, called=True)
-        self._root = type(model).__name__
         self._calls = {name: CallCounter() for name in self._modules}
         self._latencies = {name: LatencyDetector() for name in self._modules}
         with contextlib.ExitStack() as stack:
@@ -113,7 +115,7 @@ class ModelMetrics(Collector):
             self._captured += nbytes
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
-        """Returns `LatencyDetector.snapshot` with `began` and `errors` for each module.
+        """Returns `LatencyDetector.snapshot` with `began`, `errors` and `disabled` for each module.
 
         Empty after `close`.
         """
@@ -121,10 +123,16 @@ class ModelMetrics(Collector):
             name: {
                 **self._latencies[name].snapshot(),
                 "began": self._calls[name].snapshot()["calls"],
-                "errors": registry_of(module).errors,
+                "errors": registry.errors,
+                "disabled": sum(
+                    handle.failure is not None for _, handle, _ in registry.global_hooks()
+                ),
             }
-            for name, module in self._modules.items()
+            for name, registry in self._registries()
         }
+
+    def _registries(self) -> Iterator[tuple[str, Registry]]:
+        return ((name, registry_of(module)) for name, module in self._modules.items())
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current metrics."""
@@ -139,14 +147,21 @@ class ModelMetrics(Collector):
         errors = CounterMetricFamily(
             f"{self._namespace}_hook_errors", "Exceptions that hooks raised.", labels=["module"]
         )
+        disabled = GaugeMetricFamily(
+            f"{self._namespace}_hooks_disabled",
+            "Hooks that an error has disabled, by their on_error.",
+            labels=["module"],
+        )
         for name, counts in self.snapshot().items():
-            labels = [name or self._root]
+            labels = [name or MODEL]
             calls.add_metric(labels, counts["began"])
             seconds.add_metric(labels, self._cumulative(counts["histogram"]), counts["total"])
             errors.add_metric(labels, counts["errors"])
+            disabled.add_metric(labels, counts["disabled"])
         yield calls
         yield seconds
         yield errors
+        yield disabled
         yield CounterMetricFamily(
             f"{self._namespace}_captured_bytes",
             "Bytes of captured activations.",

@@ -48,9 +48,14 @@ class WaitingRequest(Generic[In]):
     client: Hashable
     future: Future[Any] = dataclasses.field(default_factory=Future)
     context: Context = dataclasses.field(default_factory=copy_context)
-    deadline: float = dataclasses.field(default_factory=current_deadline)
+    limit: tuple[float, float] = dataclasses.field(default_factory=current_deadline)
     span: Any = dataclasses.field(default_factory=current_span)
     arrival: float = dataclasses.field(default_factory=monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """End of the deadline of the submitting context, as `time.monotonic` tells it."""
+        return self.limit[0]
 
     def open(self, *, shared: bool) -> Request | None:
         """Opens the request of its plan; None without a plan.

@@ -264,6 +264,8 @@ never_trace(Times, "_end", "native code calls it")
 class Profile(Scope):
     """A scope that profiles, see `profile`; its `with` statement gives the times."""
 
+    _takes_hooks = False
+
     if TYPE_CHECKING:
 
         def __enter__(self) -> Times: ...  # type: ignore[override]

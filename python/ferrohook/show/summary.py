@@ -100,8 +100,8 @@ def _line(module: str, hook: HookInfo) -> str:
     details = [f"{hook.calls} calls"]
     if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
-    if state := state_of(hook):
-        details.append(_escaped(state))
+    if not hook.enabled:
+        details.append(_escaped(state_of(hook)))
     return f"[cyan]{hook.phase}[/cyan] {_escaped(name_of(shown))} [dim]({', '.join(details)})[/dim]"
 
 

@@ -191,6 +191,8 @@ class _Watched:
 class Watch(Scope):
     """A scope that is watched, see `nan_watch`; its `with` statement gives the `NanWatch`."""
 
+    _takes_hooks = False
+
     if TYPE_CHECKING:
 
         def __enter__(self) -> NanWatch: ...  # type: ignore[override]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Mapping
 
+MODEL: Final = "(model)"
+"""Name of the model itself, whose path is empty, for people."""
 MOST_LISTED: Final = 5
 """Items that a text lists."""
 
@@ -22,11 +24,24 @@ def with_article(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
+def shown(path: str) -> str:
+    """Returns the path of a module for people, in quotes; `MODEL` for the model itself."""
+    return repr(path) if path else MODEL
+
+
 def listed(items: Collection[object]) -> str:
     """Lists the first items, and the number of the others."""
     first = ", ".join(map(repr, itertools.islice(items, MOST_LISTED)))
     more = len(items) - MOST_LISTED
     return f"{first} and {more} more" if more > 0 else first
+
+
+def tokenize_hint(args: Iterable[object], kwargs: Mapping[str, object]) -> str:
+    """Returns the end of an error about the arguments of a model, if texts are among them."""
+    values = [*args, *kwargs.values()]
+    lists = [each for value in values if isinstance(value, list | tuple) for each in value]
+    texts = any(isinstance(each, str) for each in values + lists)
+    return ": tokenize the text first, tokenizer(text, return_tensors='pt')" if texts else ""
 
 
 def missing_package(user: str, package: str, extra: str = "") -> str:
@@ -62,4 +77,4 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def name_of(hook: object) -> str:
     """Returns the name of a hook for people: the same in each process."""
     name: str | None = getattr(hook, "__qualname__", None)
-    return name or _ADDRESS.sub("", repr(hook))
+    return name or _ADDRESS.sub("", repr(hook)).partition("\n")[0].removesuffix("(")

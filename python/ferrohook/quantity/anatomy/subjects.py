@@ -25,6 +25,7 @@ from ferrohook.attach.hook_info import find_registry
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.observe import Look, is_kept, noise
 from ferrohook.util.tensors import map_tensors, tensors_in
+from ferrohook.util.texts import tokenize_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,6 +80,7 @@ class Subject:
             msg = (
                 f"{self.model._get_name()} cannot be looked at: its forward failed with "
                 f"{type(error).__name__}: {error}; pass an example that it takes to fh.quantities"
+                f"{tokenize_hint(self.example.args, self.example.kwargs)}"
             )
             raise HookError(msg) from error
 
