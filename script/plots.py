@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 DARK = """
  <style>
   @media (prefers-color-scheme: dark) {
-    [id^="matplotlib.axis"] text, [id^="legend"] text { fill: #e6edf3 }
+    #title text, [id^="matplotlib.axis"] text, [id^="legend"] text { fill: #e6edf3 }
     [style*="stroke: #000000"] { stroke: #e6edf3 !important }
     [style*="stroke: #808080"] { stroke: #9198a1 !important }
   }
@@ -38,7 +38,8 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT))
     wanted = [DOCS / f"{name}.md" for name in sys.argv[1:]]
-    wanted = wanted or [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    # The start page has extracts of README, whose code is whole.
+    wanted = wanted or [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {DOCS / "index.md"})]
     for page in wanted:
         blocks = CODE.findall(page.read_text())
         if any(picture for _, picture in blocks):
@@ -55,6 +56,7 @@ def draw(page: Path, blocks: list[tuple[str, str]]) -> None:
         for code, picture in blocks:
             exec(compile(code, str(page), "exec"), names)  # noqa: S102 (our own page)
             if picture and "ax = " in code:
+                names["ax"].title.set_gid("title")
                 path = page.parent / picture
                 names["ax"].figure.savefig(path, metadata={"Date": None}, transparent=True)
                 path.write_text(path.read_text().replace("</metadata>", f"</metadata>{DARK}", 1))

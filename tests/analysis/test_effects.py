@@ -69,4 +69,8 @@ def test_a_table_plots_itself() -> None:
     assert [each.get_text() for each in ax.get_yticklabels()][1] == "a head 1"
     single = Effects(torch.ones(2), ["a", "b"]).plot()
     assert single.images[0].get_array().shape == (2, 1)
+    heads = Effects(torch.ones(2, 3), ["a", "b"], ("head",)).plot()
+    assert [each.get_xlabel() for each in (ax, single, heads)] == ["position", "", "head"]
+    words = Effects(torch.ones(1, 2), ["a"], ("position",), tokens=["x", "y"]).plot()
+    assert words.get_xlabel() == "token"
     pytest.importorskip("matplotlib.pyplot").close("all")

@@ -103,7 +103,9 @@ def test_a_lens_prints_and_plots_itself(net: Net) -> None:
     mpl.use("agg")
     ax = lens.plot(1)
     assert [text.get_text() for text in ax.texts] == [text for line in best for text in line]
-    assert [label.get_text() for label in ax.get_yticklabels()] == lens.names
+    layers = [label.get_text() for label in ax.get_yticklabels()]
+    assert [f"blocks.{layer}" for layer in layers] == lens.names
+    assert ax.get_title() == "probability: blocks.*"
     pytest.importorskip("matplotlib.pyplot").close("all")
 
 

@@ -99,6 +99,22 @@ def test_rows_are_labelled_by_call_and_model() -> None:
     assert labels(fh.plot.norms(acts).get_yticklabels()) == ["a #0", "a #1", "Net #0"]
 
 
+def test_rows_of_layers_have_their_numbers_and_the_title_what_they_share() -> None:
+    x = torch.ones(1, 2, 4)
+    layers = [f"@resid_post.{number}" for number in range(3)]
+    ax = fh.plot.norms(fh.ActivationCache(dict.fromkeys(["@resid_pre.0", *layers], x)))
+    assert labels(ax.get_yticklabels()) == ["@resid_pre.0", "0", "1", "2"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "layer")
+    assert ax.get_title() == "L2 norm: @resid_post.*"
+    ax = fh.plot.patching(torch.ones(2, 2), ["h.0.mlp", "h.11.mlp"], tokens=["x", "y"])
+    assert labels(ax.get_yticklabels()) == ["0.mlp", "11.mlp"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("token", "layer")
+    assert ax.get_title() == "effect: h.*"
+    ax = fh.plot.patching(torch.ones(2, 2), ["a.0", "b.0"])  # neither is most of them
+    assert labels(ax.get_yticklabels()) == ["a.0", "b.0"]
+    assert (ax.get_ylabel(), ax.get_title()) == ("module", "effect")
+
+
 def test_many_rows_are_labelled_in_part() -> None:
     acts = fh.ActivationCache({f"m{n}": torch.ones(1, 2) for n in range(100)})
     ax = fh.plot.norms(acts)
@@ -140,6 +156,16 @@ def test_no_effect_of_patching_is_in_the_middle_of_the_colours() -> None:
     ax = fh.plot.patching(torch.tensor([[0.5, -2.0], [torch.nan, 0.0]]), ["a", "b"])
     assert ax.images[0].get_clim() == (-2, 2)
     assert fh.plot.patching([[0.0]]).images[0].get_clim() == (-1, 1)
+    assert ax.images[0].cmap.name == "RdBu"
+
+
+def test_colours_of_effects_without_a_sign_begin_at_zero() -> None:
+    image = fh.plot.patching([[0.5, 2.0]], signed=False).images[0]
+    assert image.get_clim() == (0, 2)
+    assert image.cmap.name == mpl.rcParams["image.cmap"]
+
+
+def test_bad_effects_are_refused() -> None:
     for wrong in ([1.0], [[1.0], [1.0, 2.0]], "text"):
         with pytest.raises(fh.HookTypeError, match="effects"):
             fh.plot.patching(wrong)  # type: ignore[arg-type]
@@ -153,6 +179,7 @@ def test_a_pattern_has_its_queries_down_and_its_keys_across() -> None:
     assert labels(ax.get_xticklabels()) == words
     assert labels(ax.get_yticklabels()) == ["c", "d"]  # the last, as behind a cache
     assert ax.images[0].get_clim() == (0, 0.75)
+    assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("attention", "key", "query")
     other = fh.plot.attention(pattern, tokens=words, queries=["x", "y"])
     assert labels(other.get_yticklabels()) == ["x", "y"]
     assert not labels(fh.plot.attention(pattern).get_yticklabels())[0].isalpha()
@@ -168,7 +195,7 @@ def test_steering_draws_a_line_for_each_label() -> None:
     )
     lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines[1:]}
     assert lines == {"p": [1, 2, 3], "q": [0, 0, 0]}
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("scale", "s")
+    assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("steering", "scale", "s")
     assert ax.get_legend() is not None
     assert fh.plot.steering([0, 1], [0, 1]).get_legend() is None
     with pytest.raises(fh.HookTypeError, match="a number for each scale: 2, got 1"):

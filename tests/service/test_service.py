@@ -535,9 +535,9 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         with repeating(lambda: embed(client), 4):
             playwright.expect(layer.locator("td.rate")).to_have_text(re.compile("[1-9]"))
             rates = re.compile(r"[1-9].* requests/s in [\d.]+ forwards/s, \d+ waiting")
-            playwright.expect(page.locator("#rate")).to_have_text(rates)
             page.wait_for_timeout(1500)
-            page.screenshot(path=picture)
+            playwright.expect(page.locator("#rate")).to_have_text(rates)
+            page.screenshot(path=picture)  # while it serves
         assert int(calls.inner_text().replace(",", "")) > before
         playwright.expect(layer.locator("td.hooks")).to_contain_text("forward_pre check_deadline")
         page.locator('tr[data-module="encoder.layer.0"] button').click()

@@ -118,9 +118,10 @@ class Effects(Printed):
             HookError: matplotlib is not installed.
         """
         columns = self._columns() or [""]
-        return pictures.patching(
-            self._grid(), self._rows(), tokens=columns, label=self.label, ax=ax
-        )
+        ax = pictures.patching(self._grid(), self._rows(), tokens=columns, label=self.label, ax=ax)
+        across = self.over[0] if self.over else ""
+        ax.set_xlabel("token" if across == "position" and self.tokens else across)
+        return ax
 
     def to_pandas(self) -> pd.DataFrame:
         """Makes a DataFrame with a line for each cell: name, position, token, head, value.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +17,6 @@ from ferrohook.util.tables import Row, norms_of, values_of
 from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
-    import re
-
     from matplotlib.axes import Axes
 
 
@@ -26,6 +26,8 @@ MOST_LABELS = 40
 """Labels of an axis; a longer one labels every other row, or fewer."""
 LINES_BEHIND_A_LEGEND = 4
 """Lines of a picture; the legend of more stands beside them."""
+_NUMBERED: Final = re.compile(r"(.+?)\.(\d.*)")
+"""Name of a layer: what all layers share, and the number with what follows it."""
 
 
 def norms(
@@ -54,7 +56,7 @@ def norms(
     """
     rows = _rows(acts, pattern)
     grid = _padded([norms_of(values) for _, values in rows])
-    return _heat_map(grid, _labels(rows, acts), tokens, "L2 norm", ax)
+    return _by_layer(grid, _labels(rows, acts), tokens, "L2 norm", ax)
 
 
 def difference(
@@ -96,7 +98,7 @@ def difference(
             raise HookTypeError(msg)
         pairs = zip(norms_of(mine - its.to(mine.device)), norms_of(mine), strict=True)
         grid.append([norm / own if own else norm for norm, own in pairs])
-    return _heat_map(_padded(grid), _labels(rows, one), tokens, "relative difference", ax)
+    return _by_layer(_padded(grid), _labels(rows, one), tokens, "relative difference", ax)
 
 
 def logit_lens(  # noqa: PLR0913 (all but three by keyword)
@@ -167,7 +169,7 @@ def predictions(
         HookError: matplotlib is not installed.
     """
     grid = _numbers(probabilities, "probabilities", 2)
-    ax = _heat_map(grid, names, tokens, "probability", ax, vmin=0, vmax=1)
+    ax = _by_layer(grid, names, tokens, "probability", ax, vmin=0, vmax=1)
     for y, line in enumerate(texts):
         for x, text in enumerate(line):
             dark = grid[y, x] < 0.5  # noqa: PLR2004 (half of the colours)
@@ -178,21 +180,24 @@ def predictions(
     return ax
 
 
-def patching(
+def patching(  # noqa: PLR0913 (options by keyword)
     effects: Tensor | Sequence[Numbers],
     names: Sequence[str] | None = None,
     *,
     tokens: Sequence[str] | None = None,
     label: str = "effect",
+    signed: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws the effect of patching each position of each module; white is none.
+    """Draws the effect of patching each position of each module.
 
     Args:
         effects: numbers by module and position.
         names: labels of the modules.
         tokens: labels of the positions.
         label: label of the colours.
+        signed: draw positive effects blue, negative ones red and none white. False for effects
+            that have no sign, such as a distance: their colours begin at 0.
         ax: axes to draw into.
 
     Raises:
@@ -202,7 +207,9 @@ def patching(
     grid = _numbers(effects, "effects", 2)
     finite = grid[grid.isfinite()].abs()
     limit = float(finite.max()) if finite.any() else 1.0
-    return _heat_map(grid, names, tokens, label, ax, vmin=-limit, vmax=limit, cmap="RdBu")
+    if not signed:
+        return _by_layer(grid, names, tokens, label, ax, vmin=0, vmax=limit)
+    return _by_layer(grid, names, tokens, label, ax, vmin=-limit, vmax=limit, cmap="RdBu")
 
 
 def attention(
@@ -229,7 +236,7 @@ def attention(
         keys = list(tokens)[: grid.shape[1]]
         queries = keys[max(len(keys) - grid.shape[0], 0) :]
     ax = _heat_map(grid, queries, tokens, "attention", ax, vmin=0)
-    ax.set_ylabel("query" if queries is None else "")
+    ax.set(title="attention", xlabel="key", ylabel="query")
     return ax
 
 
@@ -264,8 +271,7 @@ def steering(
     ax.axvline(0, color="grey", linewidth=0.8, linestyle=":")
     for name, line in points.items():
         ax.plot(xs.tolist(), line.tolist(), marker="o", markersize=3, label=name or None)
-    ax.set_xlabel("scale")
-    ax.set_ylabel(label)
+    ax.set(title="steering", xlabel="scale", ylabel=label)
     if isinstance(scores, Mapping):
         if many:
             ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -322,6 +328,33 @@ def _numbers(values: Any, name: str, dimensions: int) -> Tensor:
     return found.detach().cpu().double()
 
 
+def _by_layer(
+    grid: Tensor,
+    names: Sequence[str] | None,
+    tokens: Sequence[str] | None,
+    label: str,
+    ax: Axes | None,
+    **colours: Any,
+) -> Axes:
+    """Draws a heat map with a row for each layer; what their names share is in the title."""
+    short, shared = _shortened([] if names is None else list(names))
+    ax = _heat_map(grid, None if names is None else short, tokens, label, ax, **colours)
+    ax.set_title(f"{label}: {shared}.*" if shared else label)
+    ax.set_xlabel("position" if tokens is None else "token")
+    if names is not None:
+        ax.set_ylabel("layer" if shared else "module")
+    return ax
+
+
+def _shortened(names: list[str]) -> tuple[list[str], str]:
+    """Returns names without what most of them share before a number, and that."""
+    numbered = [_NUMBERED.fullmatch(name) for name in names]
+    counts = Counter(found[1] for found in numbered if found is not None)
+    shared = next((stem for stem, count in counts.items() if 2 * count > len(names)), "")
+    pairs = zip(names, numbered, strict=True)
+    return [found[2] if found and found[1] == shared else name for name, found in pairs], shared
+
+
 def _heat_map(
     grid: Tensor,
     names: Sequence[str] | None,
@@ -342,7 +375,6 @@ def _heat_map(
     image = ax.imshow(grid.tolist(), aspect="auto", interpolation="nearest", **colours)
     if (figure := ax.figure) is not None:
         figure.colorbar(image, ax=ax, label=label)
-    ax.set_xlabel("position" if tokens is None else "")
     if names is not None:
         _tick(ax.set_yticks, names)
     if tokens is not None:
