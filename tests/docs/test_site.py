@@ -124,4 +124,4 @@ def test_the_notebook_is_a_page_with_sharp_pictures(site: Path) -> None:
     assert len(pictures) == 3
     for picture in pictures:
         assert (site / "recipes" / picture).read_text().rstrip().endswith("</svg>")
-    assert "A lens: which word is a token nearest to?" in page
+    assert "A lens: what would each layer say?" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,6 +108,7 @@ def test_exceptions_that_a_caller_can_act_on(
         assert response.json().keys() == {"detail"}
         assert reason in response.json()["detail"]
         assert INTERNAL not in response.text
+        assert Path(__file__).name not in response.text
         assert ("retry-after" in response.headers) == (status == 503)
     assert not [each for each in caplog.records if each.name == "ferrohook"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 _LOG: Final = logging.getLogger("ferrohook")
+_LINE: Final = re.compile(r", registered at .+?:\d+")
+"""Line of the service's own code, in the message of an error."""
 _OF_THE_SERVICE: Final = (ResumeError, StaleActivationError, StoreError)
 """`HookError`s that no request is at fault for."""
 
@@ -58,7 +61,7 @@ async def _respond(request: Request, error: Exception) -> JSONResponse:
         case BatcherClosedError():
             status, detail, headers = 503, str(error), {"Retry-After": "1"}
         case HookError() if not isinstance(error, _OF_THE_SERVICE):
-            status, detail = 422, str(error)
+            status, detail = 422, _LINE.sub("", str(error))
         case _:
             number = secrets.token_hex(8)
             called = f"{request.method} {request.url.path!r}"
