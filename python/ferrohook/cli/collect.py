@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
 from ferrohook.cli.errors import UserError, warnings_as_lines
+from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"run": options.run, "stored": done.batches, "skipped": done.skipped}))
     else:
-        print(f"run {options.run}: {done.batches} batches stored, {done.skipped} were there")
+        stored = counted(done.batches, "batch")
+        print(f"run {options.run!r}: {stored} stored, {done.skipped} already present")
     return 0
 
 

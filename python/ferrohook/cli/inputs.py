@@ -51,7 +51,7 @@ def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
     import torch
 
     if isinstance(source, list):
-        return (), _tokens(source, where)
+        return (), _tokens(source, model, where)
     value: Any
     match Path(source).suffix:
         case ".safetensors":
@@ -65,7 +65,7 @@ def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
                 raise UserError(msg)
             value = torch.load(source, map_location="cpu", weights_only=True)
         case _:
-            return (), _tokens([source], where)
+            return (), _tokens([source], model, where)
     match value:
         case torch.Tensor():
             return (value,), {}
@@ -78,14 +78,17 @@ def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
     raise UserError(msg)
 
 
-def _tokens(texts: list[str], where: str) -> dict[str, Any]:
+def _tokens(texts: list[str], model: nn.Module, where: str) -> dict[str, Any]:
     if not (Path(where) / "tokenizer_config.json").is_file():
         msg = (
             f"{where} has no tokenizer: a text needs a model folder with one, saved by "
             "transformers; tensors are read from .safetensors and .pt files"
         )
         raise UserError(msg)
-    return dict(_tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1))
+    tokens = _tokenizer(where)(texts, return_tensors="pt", padding=len(texts) > 1)
+    # A tokenizer may return more than the model takes, such as token_type_ids.
+    named = inspect.signature(model.forward).parameters.keys() & tokens.keys()
+    return {name: tokens[name] for name in named or tokens}
 
 
 @functools.cache

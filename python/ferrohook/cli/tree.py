@@ -17,8 +17,6 @@ EXAMPLES = """
 ferrohook tree nets:small --select '*'
 ferrohook tree ./llama --select 'model.layers.*' --input "A cat sleeps."
 """
-MOST_SHAPES = 3
-"""Shapes that a line of the tree lists."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +35,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the tree."""
     import ferrohook as fh
+    from ferrohook.show.summary import shapes_of
 
     model = models.load(options)
-    details = {} if options.input is None else _details(model, options)
+    args, kwargs = ((), {}) if options.input is None else inputs.read(options.input, model, options)
+    model.eval()
     if options.json:
+        details = shapes_of(model, args, kwargs) if args or kwargs else {}
         print(json.dumps(_described(model, options, details), indent=1))
         return 0
-    shown = fh.summary(model, options.select, details=details)
+    shown = fh.summary(model, *args, also=options.select, **kwargs)
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -75,35 +76,3 @@ def _described(
                 "hooks": hooks,
             }
     return described
-
-
-def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
-    """Runs the model; returns the shapes of outputs and the number of parameters by module."""
-    import torch
-
-    import ferrohook as fh
-    from ferrohook.util.tensors import tensors_by_path
-
-    args, kwargs = inputs.read(options.input, model.eval(), options)
-    seen: dict[nn.Module, set[tuple[int, ...]]] = {}
-
-    def note(module: nn.Module, _args: object, output: object) -> None:
-        shapes = seen.setdefault(module, set())
-        tensors = (tensor for _, tensor in tensors_by_path(output))
-        shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
-
-    hooks = fh.register(model, None, note)
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        hooks.remove()
-    details = {}
-    for name, module in fh.select(model).items():
-        shapes = [*map(str, sorted(seen.get(module, ())))]
-        if len(shapes) > MOST_SHAPES:
-            shapes[MOST_SHAPES:] = [f"{len(shapes) - MOST_SHAPES} more"]
-        count = sum(each.numel() for each in module.parameters())
-        parameters = [f"{count:,} parameters"] if count else []
-        details[name] = ", ".join([*shapes, *parameters])
-    return details

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ferrohook.cli import inspect
+from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -44,5 +45,5 @@ def run(options: argparse.Namespace) -> int:
         for name, number, problem in damaged:
             print(f"run {name}, batch {number}: {problem}")
         done = "damaged and removed" if options.repair else "damaged"
-        print(f"{batches} batches, {len(damaged)} {done}")
+        print(f"{counted(batches, 'batch')}, {len(damaged)} {done}")
     return 1 if damaged and not options.repair else 0

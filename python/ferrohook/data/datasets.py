@@ -17,6 +17,7 @@ from ferrohook.data.stores.store import Store
 from ferrohook.data.token_rows import LAYER
 from ferrohook.errors import HookError, HookTypeError, ResumeError, SelectionError
 from ferrohook.util.arguments import at_least, expect
+from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -264,8 +265,8 @@ class ActivationStream(IterableDataset[Tensor]):
 
     def __repr__(self) -> str:
         return (
-            f"<ActivationStream of {len(self)} batches of {self.batch_size}, at batch {self.batch} "
-            f"of epoch {self.epoch}, of {self.data!r}>"
+            f"<ActivationStream of {counted(len(self), 'batch')} of {self.batch_size}, "
+            f"at batch {self.batch} of epoch {self.epoch}, of {self.data!r}>"
         )
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from ferrohook.tokens.tracking import (
     track,
     with_tokens_ahead,
 )
-from ferrohook.util.texts import shown
+from ferrohook.util.texts import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -171,7 +171,7 @@ class HandleGroup(AttachmentContext):
         disabled = [state_of(each) for each in self if not (each.enabled or each.removed)]
         if disabled:  # the first by its error, if an error disabled any
             state += f", {len(disabled)} {max(disabled, key=len)}"
-        return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
+        return f"<HandleGroup of {counted(len(self), 'hook')}, {state}, calls={self.calls}>"
 
 
 def warnings_of(groups: Iterable[HandleGroup]) -> list[str]:

@@ -34,6 +34,7 @@ from ferrohook.util.arguments import (
     expect_module,
 )
 from ferrohook.util.streams import Tables, made
+from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -236,7 +237,7 @@ class Sites(SitesBase):
         return hook
 
     def __repr__(self) -> str:
-        return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
+        return f"<Sites at {counted(len(self.names), 'module')}{', closed' if self.closed else ''}>"
 
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is being entered.

@@ -19,7 +19,7 @@ from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.names.select import select
 from ferrohook.registration.register import register
-from ferrohook.util.texts import MODEL
+from ferrohook.util.texts import MODEL, counted
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -183,7 +183,7 @@ class ModelMetrics(Collector):
     def __repr__(self) -> str:
         calls = sum(counter.snapshot()["calls"] for counter in self._calls.values())
         state = "" if self._modules else ", closed"
-        return f"<ModelMetrics of {len(self._calls)} modules, calls={calls}{state}>"
+        return f"<ModelMetrics of {counted(len(self._calls), 'module')}, calls={calls}{state}>"
 
     def close(self) -> None:
         """Stops observing and drops the modules' metrics; the captured bytes stay."""

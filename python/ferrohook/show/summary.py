@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ferrohook._core import NativeDetector
 from ferrohook.attach.hook_info import find_registry, hooks_of, state_of
 from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.errors import HookError
 from ferrohook.names.select import select
+from ferrohook.registration.register import register
+from ferrohook.registration.scopes import scope
 from ferrohook.util.arguments import expect_module
-from ferrohook.util.texts import missing_package, name_of
+from ferrohook.util.tensors import tensors_by_path
+from ferrohook.util.texts import counted, missing_package, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,13 +28,13 @@ if TYPE_CHECKING:
     from ferrohook.names.select import Selector
 
 
+MOST_SHAPES = 3
+"""Shapes that a line shows."""
 UNLIMITED = 10_000
 """Columns of a tree whose lines stay whole."""
 
 
-def summary(
-    model: nn.Module, also: Selector = (), *, details: Mapping[str, str] | None = None
-) -> Tree:
+def summary(model: nn.Module, *args: Any, also: Selector = (), **kwargs: Any) -> Tree:
     """Returns the modules of a model that have hooks, as a tree.
 
     `print`, `rich.print` and notebooks show it. It lists the hooks that fire in this context, in
@@ -37,13 +42,18 @@ def summary(
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
+        *args: arguments of the model. With any, the model is called once, without gradients, and
+            all modules are shown, with the shapes of their outputs and their parameters.
         also: modules to show although they have no hooks, see `select`; None for all.
-        details: text to show after the classes of modules, by the modules' names.
+        **kwargs: keyword arguments of the model.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
         SelectionError: `also` matches nothing.
         HookError: the package rich is not installed.
+
+    Examples:
+        >>> print(fh.summary(model, ids))
     """
     try:
         summary_class = _summary_class()
@@ -53,7 +63,8 @@ def summary(
     modules = select(model)
     hooks = {name: hooks_of(find_registry(module)) for name, module in modules.items()}
     shown = {""}
-    forced = () if also == () else select(model, also)
+    details = shapes_of(model, args, kwargs) if args or kwargs else {}
+    forced = details if also == () else select(model, also)
     for name, rows in hooks.items():
         path = name
         while (rows or name in forced) and path not in shown:
@@ -64,11 +75,34 @@ def summary(
         if name not in shown:
             continue
         parent, _, last = name.rpartition(".")
-        title = _title(last, module, (details or {}).get(name, ""))
+        title = _title(last, module, details.get(name, ""))
         nodes[name] = nodes[parent].add(title) if name else summary_class(title)
         for hook in hooks[name]:
             nodes[name].add(_line(name, hook))
     return nodes[""]
+
+
+def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Calls a model; returns the shapes of outputs and the number of parameters by module."""
+    seen: dict[nn.Module, set[tuple[int, ...]]] = {}
+
+    def note(module: nn.Module, _args: object, output: object) -> None:
+        shapes = seen.setdefault(module, set())
+        tensors = (tensor for _, tensor in tensors_by_path(output))
+        shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
+
+    with scope() as own, torch.no_grad():
+        register(model, None, note, scope=own)
+        model(*args, **kwargs)
+    details = {}
+    for name, module in select(model).items():
+        shapes = [*map(str, sorted(seen.get(module, ())))]
+        if len(shapes) > MOST_SHAPES:
+            shapes[MOST_SHAPES:] = [f"{len(shapes) - MOST_SHAPES} more"]
+        count = sum(each.numel() for each in module.parameters())
+        parameters = [counted(count, "parameter")] if count else []
+        details[name] = ", ".join([*shapes, *parameters])
+    return details
 
 
 def _summary_class() -> type[Tree]:
@@ -97,7 +131,7 @@ def _line(module: str, hook: HookInfo) -> str:
     shown = hook.hook
     if isinstance(shown, NativeDetector):
         shown = shown.modules.get(module, shown)
-    details = [f"{hook.calls} calls"]
+    details = [counted(hook.calls, "call")]
     if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
     if not hook.enabled:

@@ -36,6 +36,12 @@ def listed(items: Collection[object]) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things: "1 batch", "2 batches", "1,000 hooks"."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
 def tokenize_hint(args: Iterable[object], kwargs: Mapping[str, object]) -> str:
     """Returns the end of an error about the arguments of a model, if texts are among them."""
     values = [*args, *kwargs.values()]

@@ -17,6 +17,7 @@ from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.names.select import refuse_container
 from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -287,7 +288,7 @@ class Layers:
         return _restored, (type(self), self.model, hooks)
 
     def __repr__(self) -> str:
-        return f"<Layers of {type(self.model).__name__}, {len(self._hooks)} hooks>"
+        return f"<Layers of {type(self.model).__name__}, {counted(len(self._hooks), 'hook')}>"
 
 
 def _restored(cls: type[Layers], model: nn.Module, hooks: list[Any]) -> Layers:
