@@ -116,6 +116,13 @@ with fh.data.LocalStore("folder") as local:
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
 
 
+def lambdas(model: nn.Module, seen: list[Tensor]) -> None:
+    fh.register(model, "0", fh.ForwardHook(lambda _x, y: seen.append(y)))
+    look = fh.ForwardHook(lambda _x, y: seen.append(y.norm()))
+    fh.HookedModule(model).register_forward_hook(look)
+    fh.HookedModule(model).register_forward_pre_hook(fh.ForwardPreHook(lambda x: x))
+
+
 def runs(model: nn.Module, chosen: str | list[type[nn.Module]], any_: str | None) -> None:
     _, acts = fh.run(model, 1, capture=chosen, hooks={"": watch}, flag=True)
     assert_type(acts, fh.ActivationCache[Tensor])

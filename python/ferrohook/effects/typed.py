@@ -7,7 +7,7 @@ registered by the same methods. The names are ferrotorch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 from ferrohook._core import TypedHook
 
@@ -20,8 +20,14 @@ Phase: TypeAlias = Literal["forward_pre", "forward", "backward_pre", "backward"]
 OnError: TypeAlias = Literal["raise", "disable", "ignore"]
 Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
 
-In = TypeVar("In")
-Out = TypeVar("Out")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as DefaultTypeVar
+
+    # Arguments of a lambda are Any: for mypy by the default, for pyright by the bound.
+    In = DefaultTypeVar("In", bound=Any, default=Any)
+    Out = DefaultTypeVar("Out", bound=Any, default=Any)
+else:
+    In, Out = TypeVar("In"), TypeVar("Out")
 
 
 class ForwardPreHook(TypedHook, Generic[In]):
