@@ -43,14 +43,34 @@ def analyses(names: Names) -> None:
         names[name] for name in ("model", "clean", "corrupted", "effects")
     )
     # What the last layer says at the last position is the answer.
-    assert effects["@resid_post.3"][-1] == pytest.approx(1, abs=1e-4)
-    with torch.no_grad():
-        low, high = (names["metric"](model(each)) for each in (corrupted, clean))
+    assert effects["@resid_post.29"][-1] == pytest.approx(1, abs=1e-4)
+    logits, lens, words = model(clean).logits[0, -1], names["lens"], names["lens"].texts()
     assert effects.scores == {
-        "clean": pytest.approx(float(high), abs=1e-4),
-        "corrupted": pytest.approx(float(low), abs=1e-4),
+        "clean": pytest.approx(float(logits[names["PARIS"]] - logits[names["BERLIN"]]), abs=1e-4),
+        "corrupted": pytest.approx(float(names["metric"](model(corrupted))), abs=1e-4),
     }
-    assert names["lens"].texts()[-1][-1] == "blue"
+    assert [line[-1] == " Paris" for line in words] == 9 * [False] + [True]
+    chance = float(logits.softmax(-1)[names["PARIS"]])
+    assert float(lens.probabilities[-1, 0, -1, 0]) == pytest.approx(chance, abs=1e-4)
+    # The attention of block 23, and its head 4, switched off by PyTorch's own hooks.
+    attention = model.model.layers[23].self_attn
+
+    def mean(_module: Any, _args: Any, output: Any) -> Any:
+        return output[0].mean((0, 1), keepdim=True).expand_as(output[0]), *output[1:]
+
+    def without_head(_module: Any, args: Any) -> Any:
+        args[0][..., 64 * 4 : 64 * 5] = 0
+
+    handle = attention.register_forward_hook(mean)
+    ablated = names["metric"](model(clean))[0]
+    handle.remove()
+    handle = attention.o_proj.register_forward_pre_hook(without_head)
+    headless = names["metric"](model(clean))[0]
+    handle.remove()
+    plain, table = effects.scores["clean"], names["table"]
+    assert table["@attn_out.23"] == pytest.approx(float(ablated) - plain, abs=1e-4)
+    assert table.largest(1)[0][0] == "@attn_out.23"
+    assert float(names["heads"]["@z.23"][4]) == pytest.approx(float(headless) - plain, abs=1e-4)
 
 
 def command_line(_names: Names) -> None:
@@ -101,6 +121,31 @@ def from_transformerlens(names: Names) -> None:
 def from_transformers(names: Names) -> None:
     assert names["states"][1].dtype == torch.float16
     assert type(names["model"].layers[0]) is names["QuietLayer"]
+
+
+def plotting(names: Names) -> None:
+    states: list[list[torch.Tensor]] = [[], []]
+    for ids, found in zip((names["ids"], names["others"]), states, strict=True):
+        handles = [
+            block.register_forward_hook(
+                lambda _module, _args, output, found=found: found.append(output)
+            )
+            for block in names["model"].model.layers
+        ]
+        names["model"](ids)
+        for handle in handles:
+            handle.remove()
+    france, germany = map(torch.cat, states)
+    assert torch.equal(names["acts"].stack("model.layers.*")[:, 0], france[::5, 1:])
+    norms = france.norm(dim=-1)
+    assert (norms[:, 0] > 50 * norms[:, 1:].amax(1)).nonzero().flatten().tolist() == [
+        *range(11, 25)
+    ]
+    moved = (france - germany).norm(dim=-1) / norms
+    drawn = torch.tensor(names["ax"].images[0].get_array().data, dtype=moved.dtype)
+    torch.testing.assert_close(drawn[1:], moved[::5, 1:], atol=1e-5, rtol=1e-5)
+    assert moved[20, -1] < 0.1
+    assert moved[25, -1] > 0.3
 
 
 def plans(names: Names) -> None:
@@ -170,6 +215,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "migrating-from-transformerlens": from_transformerlens,
     "migrating-from-transformers": from_transformers,
     "plans": plans,
+    "plotting": plotting,
     "rows": rows,
     "saelens": saelens,
     "serving": serving,

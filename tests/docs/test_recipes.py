@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
+
 Names = dict[str, Any]
-TOKENS = 10
 FOXES, BOAT, SLEEPS = [2, 8], 5, 9
 
 
@@ -65,61 +66,133 @@ def steer_generation(names: Names) -> None:
 
 
 def ablate_head(names: Names) -> None:
-    moved, model = names["moved"], names["model"]
-    assert moved.shape == (6, 12)
-    assert moved.min() > -1e-5
-    assert (moved.topk(3).values > 0).all()
-    dense = model.encoder.layer[5].attention.output.dense
-    kept = dense.weight.clone()
-    with torch.no_grad():
-        dense.weight[:, 320:352] = 0  # the oracle: head 10 without its columns of the weight
-        expected = 1 - names["embed"]() @ names["plain"]
+    drop, model, paris, ids = (names[name] for name in ("drop", "model", "paris", "ids"))
+    plain = model(ids).logits[0, -1].softmax(-1)
+    assert names["tokenizer"].decode(plain.argmax()) == " Paris"
+    assert drop.shape == (30, 9)
+    assert divmod(int(drop.argmax()), 9) == (23, 4)
+    for layer, head in ((23, 4), (0, 4), (22, 5)):
+        dense = model.model.layers[layer].self_attn.o_proj
+        kept = dense.weight.clone()
+        dense.weight[:, 64 * head : 64 * (head + 1)] = 0  # the oracle: no columns of the head
+        expected = names["plain"] - paris(ids)[0]
         dense.weight.copy_(kept)
-    torch.testing.assert_close(moved[5, 10], expected, atol=1e-5, rtol=0)
-    assert torch.equal(names["embed"](), names["plain"])
+        torch.testing.assert_close(drop[layer, head], expected, atol=1e-4, rtol=0)
+    assert float(paris(ids)) == names["plain"]
+    weights = eager_patterns(model, ids)[23]
+    torch.testing.assert_close(names["acts"]["@pattern.23"][0], weights, rtol=1e-4, atol=1e-5)
 
 
 def patch(names: Names) -> None:
-    effects, account = names["effects"], names["tokens"].index("account")
-    assert effects.shape == (7, TOKENS)
-    assert effects[0].argmax() == account
-    torch.testing.assert_close(effects[0, account], torch.tensor(1.0), atol=0.02, rtol=0)
-    assert effects[0, :account].abs().max() < 0.02
-    assert effects[-1].argmax() == account
-    assert effects[-1, account] < 0.5
+    effects, model, tokens = names["effects"], names["model"], names["tokens"]
+    assert effects.shape == (31, 5)
+    assert [tokens[at] for at in effects.argmax(-1)] == 24 * [" France"] + 7 * [" is"]
+    top = effects.topk(2).values
+    assert (top[:, 0] > 0.9).all()
+    assert (top[:, 1] < 0.1).all()
+    for layer, position in ((0, 3), (22, 3), (22, 4), (23, 3), (23, 4), (29, 2)):
+        expected = patched_by_hand(names, layer, position)
+        found = effects[layer + 1, position]  # the first row is before block 0
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert names["tokenizer"].decode(model(names["CLEAN"]).logits[0, -1].argmax()) == " Paris"
+    assert names["tokenizer"].decode(model(names["CORRUPTED"]).logits[0, -1].argmax()) == " Berlin"
+
+
+def patched_by_hand(names: Names, layer: int, position: int) -> Tensor:
+    """Effect of a patch by PyTorch's own hooks."""
+    block, states = names["model"].model.layers[layer], []
+
+    def keep(_module: Any, _args: Any, output: Tensor) -> None:
+        states.append(output.clone())
+
+    def put(_module: Any, _args: Any, output: Tensor) -> None:
+        output[:, position] = states[0][:, position]
+
+    score = names["score"]
+    with torch.no_grad():
+        handle = block.register_forward_hook(keep)
+        high = score(names["CLEAN"])
+        handle.remove()
+        low = score(names["CORRUPTED"])
+        handle = block.register_forward_hook(put)
+        moved = score(names["CORRUPTED"])
+        handle.remove()
+    return ((moved - low) / (high - low))[0]
 
 
 def attribution_patching(names: Names) -> None:
-    estimate, effects = names["estimate"], names["effects"]
-    assert estimate.shape == effects.shape == (7, TOKENS)
+    estimate, effects, model = names["estimate"], names["effects"], names["model"]
+    assert estimate.shape == effects.shape == (31, 5)
     assert torch.equal(estimate.argmax(-1), effects.argmax(-1))
+    for layer, position in ((10, 3), (23, 4)):
+        expected = patched_by_hand(names, layer, position)
+        torch.testing.assert_close(effects[layer + 1, position], expected, atol=1e-4, rtol=0)
     # A small step along the change agrees with the gradient.
-    model, clean, corrupted = names["model"], names["clean"], names["corrupted"]
-    name, step = "@resid_post.5", 1e-2
+    clean, corrupted, low = names["clean"], names["corrupted"], names["low"]
+    name, step = "@resid_post.25", 1e-2
     change = step * (clean[name] - corrupted[name]).detach()
-    path = "encoder.layer.5"
-    with torch.no_grad(), fh.register(model, path, lambda module, args, output: output + change):
-        moved = names["embed"](names["CORRUPTED"]) @ names["money"] - names["low"]
-    total = estimate[-1].sum() * (names["high"] - names["low"]) * step
-    torch.testing.assert_close(moved, total.detach(), rtol=0.05, atol=1e-6)
+    block = model.model.layers[25]
+    handle = block.register_forward_hook(lambda _module, _args, output: output + change)
+    with torch.no_grad():
+        moved = names["score"](names["CORRUPTED"]) - low
+    handle.remove()
+    total = estimate[26].sum() * (names["high"] - low) * step
+    torch.testing.assert_close(moved, total.detach(), rtol=0.05, atol=0)
 
 
 def logit_lens(names: Names) -> None:
-    acts, model, words = names["acts"], names["model"], names["WORDS"]
-    with fh.capture(model, "layers.*") as layers:
-        model(names["encode"](names["text"]))
-    assert all(torch.equal(acts[f"@resid_post.{n}"], layers[f"layers.{n}"]) for n in range(4))
-    best = [words[model.to_logits(layers[f"layers.{n}"])[0, -1].argmax()] for n in range(4)]
-    assert best[1:] == 3 * ["blue"]
+    model, ids, decode = names["model"], names["ids"], names["tokenizer"].decode
+    states: list[Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda _module, _args, output: states.append(output))
+        for block in model.model.layers[20:]
+    ]
+    logits = model(ids).logits
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(torch.stack(states), names["acts"].stack())
+    read = torch.stack([model.lm_head(model.model.norm(state))[0] for state in states])
+    assert torch.equal(read[-1], logits[0])
+    words = [[decode(token) for token in line] for line in read.argmax(-1)]
+    assert [line[-1] for line in words[6:]] == [" same", *3 * [" west"]]
+    assert not any(line[-1].strip().isalpha() for line in words[:6])
+    assert [line[names["ids"].shape[1] - 3] for line in words] == 10 * [" in"]
+    drawn = [text.get_text() for text in names["ax"].texts]
+    assert drawn == [word for line in words for word in line]
 
 
 def attention(names: Names) -> None:
-    model, patterns = names["model"], names["patterns"]
-    model.set_attn_implementation("eager")
-    returned = torch.stack(model(**names["batch"], output_attentions=True).attentions)[:, 0]
+    patterns = names["patterns"]
+    returned = eager_patterns(names["model"], names["ids"])
     torch.testing.assert_close(patterns, returned, rtol=1e-4, atol=1e-5)
-    rows = (returned * returned.clamp(min=1e-30).log()).sum(-1).mean(-1)
-    assert int(rows.argmax()) == names["block"] * patterns.shape[1] + names["head"]
+    assert names["tokens"][:6] == names["tokens"][6:]
+    for look, offset in (
+        ("token before", -1),
+        ("earlier copy", -6),
+        ("token after earlier copy", -5),
+    ):
+        weights = [
+            sum(float(head[query, query + offset]) for query in range(6, 12))
+            for block in returned
+            for head in block
+        ]
+        assert divmod(weights.index(max(weights)), 9) == names["found"][look]
+    first = returned[:, :, 1:, 0].mean(-1)
+    assert (first > 0.5).float().mean() > 0.5  # most heads rest at the first token
+
+
+def eager_patterns(model: Any, ids: Tensor) -> Tensor:
+    """Weights that transformers' slowest attention returns, by block and head."""
+    model.set_attn_implementation("eager")
+    found: list[Tensor] = []
+    handles = [
+        block.self_attn.register_forward_hook(lambda _module, _args, out: found.append(out[1][0]))
+        for block in model.model.layers
+    ]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(found)
 
 
 def first_nan(names: Names) -> None:
