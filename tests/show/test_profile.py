@@ -145,7 +145,7 @@ def test_times_print_with_their_unit(model: Work, clock: Clock) -> None:
     lines = [line.split() for line in repr(times).splitlines()]
     assert "own (ms)" in repr(times)
     assert lines[1] == ["c0.c0", "Work", "cpu", "2", "10.00", "62%", "10.00"]
-    assert lines[-1] == ["Work", "Work", "cpu", "1", "1.00", "6%", "16.00"]
+    assert lines[-1] == ["(model)", "Work", "cpu", "1", "1.00", "6%", "16.00"]
     assert ">10.00<" in times._repr_html_()
     model.c1.spend = lambda: clock.spend(5000)  # type: ignore[assignment]
     with fh.profile(model) as slow:

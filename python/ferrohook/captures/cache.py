@@ -17,6 +17,7 @@ from ferrohook.names.select import select_names
 from ferrohook.util.arguments import expect
 from ferrohook.util.tables import as_frame, as_html, as_text, rows_of
 from ferrohook.util.tensors import map_tensors, nbytes, padded, tensors_in
+from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
     import os
@@ -64,7 +65,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     Args:
         activations: values by module name.
         grads: gradients by module name; None if they were not captured.
-        model: name of the model, printed for the module of the empty path.
+        model: name of the model.
         per_call: True if a value is a list with an entry per call.
     """
 
@@ -95,7 +96,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         Raises:
             SelectionError: no module of that name was selected, or it never ran.
         """
-        if name and name == self._model and name not in self and "" in self:
+        if name == MODEL and "" in self:
             return self._activations[""]
         if isinstance(error, SelectionError):
             raise error
@@ -274,10 +275,10 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         return as_frame(self.rows())
 
     def __repr__(self) -> str:
-        return as_text(self.rows(stale=True), self._model)
+        return as_text(self.rows(stale=True))
 
     def _repr_html_(self) -> str:
-        return as_html([*self.rows(stale=True)], self._model, self.__getitem__)
+        return as_html([*self.rows(stale=True)], self.__getitem__)
 
 
 def cache_of(

@@ -23,6 +23,7 @@ from ferrohook.registration.scopes import Scope
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.tables import Printed, frame, text_table
+from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,8 +108,7 @@ class Times(Printed):
     Iterating yields them as `ModuleTime`. `print` and notebooks show them.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-        self._model = model
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._kinds = {name: module._get_name() for name, module in modules.items()}
         self._stack = _Stack()
         self._lock = threading.Lock()
@@ -185,7 +185,7 @@ class Times(Printed):
         factor = _UNITS[unit]
         lines = [
             [
-                each.name or self._model._get_name(),
+                each.name or MODEL,
                 each.kind,
                 each.device,
                 f"{each.calls}",
@@ -217,7 +217,7 @@ class _Session:
 
     def begin(self, frame: Frame) -> Times:
         """Times the calls in a scope, until it is left."""
-        times = Times(self._model, self._modules)
+        times = Times(self._modules)
         scope = cast("Scope", frame)
         for name, module in self._modules.items():
             on_begin, on_end = _hooks(times, name, _clock(module))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ferrohook.errors import StaleActivationError
 from ferrohook.util.tensors import leaves_by_path, nbytes, shape_of
-from ferrohook.util.texts import imported
+from ferrohook.util.texts import MODEL, imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,20 +85,20 @@ def rows_of(
             yield Row(name, call, part, leaf, calls)
 
 
-def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
+def _columns(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Returns the columns with their headings; without "call" and "part" if these are empty."""
     lines: list[tuple[str, ...]] = [HEADINGS]
     for row in rows:
         call = row.calls if row.call is None else str(row.call)
         nbytes = "-" if row.nbytes is None else f"{row.nbytes:,}"
-        lines.append((row.name or model, call, row.part, row.shape, row.dtype, nbytes))
+        lines.append((row.name or MODEL, call, row.part, row.shape, row.dtype, nbytes))
     columns = zip(*lines, strict=True)
     return [column for column in columns if column[0] not in {"call", "part"} or any(column[1:])]
 
 
-def as_text(rows: Iterable[Row], model: str) -> str:
+def as_text(rows: Iterable[Row]) -> str:
     """Formats rows as a table of text, whose last column is aligned on the right."""
-    return text_table(zip(*_columns(rows, model), strict=True), right="bytes")
+    return text_table(zip(*_columns(rows), strict=True), right="bytes")
 
 
 def text_table(lines: Iterable[Sequence[str]], *, right: str | None = "") -> str:
@@ -118,18 +118,17 @@ def text_table(lines: Iterable[Sequence[str]], *, right: str | None = "") -> str
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> str:
+def as_html(rows: Sequence[Row], check: Callable[[str], object]) -> str:
     """Formats rows as an HTML table with a sparkline of the norms of each tensor's positions.
 
     Args:
         rows: rows of the table.
-        model: name shown for the module of the empty path.
         check: called with a name; raises `StaleActivationError` for a value changed in place.
     """
     shown = rows[:MOST_ROWS]
     stale = {name for name in {row.name for row in shown} if _is_stale(check, name)}
     norms = ["norms", *(STALE if row.name in stale else _sparkline(row.leaf) for row in shown)]
-    table = html_table(zip(*_columns(shown, model), norms, strict=True))
+    table = html_table(zip(*_columns(shown), norms, strict=True))
     if len(rows) > len(shown):
         table += f"\n<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>"
     return table
