@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic_core import to_json
@@ -147,7 +146,6 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
-    app.add_exception_handler(RequestValidationError, refuse)
     add_exception_handlers(app)
     app.include_router(embedding(service))
     app.include_router(observing(service))
@@ -284,14 +282,3 @@ def described(info: HookInfo) -> Hook:
         enabled=info.enabled,
         calls=info.calls,
     )
-
-
-def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Answers an invalid request with the reason."""
-    reason = str(error)
-    if isinstance(error, RequestValidationError):
-        # Without the input, which may be long, or not representable in JSON.
-        reason = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-        )
-    return JSONResponse({"detail": reason}, 422)

@@ -107,6 +107,54 @@ def test_a_copy_preserves_a_subclass_of_the_wrapper() -> None:
     assert outer(x()).shape == (2, 3, 2)
 
 
+class Counted(fh.HookedModule[nn.Linear]):
+    def __init__(self, module: nn.Linear, limit: int = 100) -> None:
+        super().__init__(module)
+        self.seen, self.limit = 0, limit
+        self.register_forward_pre_hook(self.count)
+
+    def count(self, _module: nn.Module, args: tuple[Tensor]) -> None:
+        self.seen += len(args[0])
+
+
+def test_a_pickle_has_the_attributes_of_a_subclass_and_init_its_hooks() -> None:
+    counted = Counted(nn.Linear(4, 2), limit=3)
+    counted(torch.ones(5, 4))
+    for other in (pickle.loads(pickle.dumps(counted)), copy.deepcopy(counted)):
+        assert isinstance(other, Counted)
+        assert (other.seen, other.limit, len(other.hooks())) == (5, 3, 1)
+        other(torch.ones(2, 4))
+        assert (other.seen, counted.seen) == (7, 5)
+        assert torch.equal(other.weight, counted.weight)
+
+
+def test_a_subclass_that_could_not_be_unpickled_is_refused() -> None:
+    class Limited(fh.HookedModule[nn.Linear]):
+        def __init__(self, module: nn.Linear, limit: int) -> None:
+            super().__init__(module)
+            self.limit = limit
+
+    with pytest.raises(pickle.PicklingError, match=r"only: missing a required argument: 'limit'\."):
+        pickle.dumps(Limited(nn.Linear(4, 2), 3))
+
+
+def test_a_subclass_whose_forward_would_never_run_is_refused() -> None:
+    with pytest.raises(
+        fh.HookTypeError, match=r"Doubled\.forward would never run: a HookedModule "
+    ):
+
+        class Doubled(fh.HookedModule[nn.Linear]):
+            def forward(self, value: Tensor) -> Tensor:  # type: ignore[override]
+                return 2 * self.inner(value)
+
+    class Own(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            return 2 * super().forward(value)
+
+    plain = Own(4, 2)  # its class is among those of the wrapper's
+    assert torch.equal(fh.HookedModule(plain)(x()), plain(x()))
+
+
 @pytest.mark.parametrize("through", ["pickle", "torch.save"])
 def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
     module, arguments = case

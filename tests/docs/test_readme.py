@@ -47,7 +47,8 @@ def test_the_front_page_begins_with_a_sentence_how_to_install_and_three_lines() 
     title, sentence, install, *_ = README.read_text().split("\n\n")
     assert title == "# ferrohook"
     assert sentence.count(".") == sentence.count("nn.Module") + sentence.count("torch.compile") + 1
-    assert install.startswith("```sh\npip install ")
+    assert install.startswith("```sh\n")
+    assert "\npip install '.[" in install
     _setup, look, change, module = blocks(README)
     assert len(look.code.splitlines()) == len(module.code.splitlines()) == 3
     assert README.read_text().index("```\n\n![") < README.read_text().index("make demo")

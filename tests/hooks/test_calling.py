@@ -345,7 +345,9 @@ def test_a_hook_of_the_wrong_arity_is_refused_as_it_is_registered(
         [*taken, "*", "key"],
         [*taken[:-1], "*", "last"],
     ):
-        called = re.escape(f"a {phase} hook is called as hook({', '.join(taken)}), got (")
+        called = re.escape(
+            f"a {phase} hook is called as hook({', '.join(taken)}), but this one takes ("
+        )
         with pytest.raises(fh.HookTypeError, match=called):
             WAYS[way](phase, Taking(*names).hooks[kind], options)
 
@@ -362,7 +364,7 @@ def test_the_function_of_a_typed_hook_takes_its_arguments(make: Any, arguments: 
     for names in (arguments, ["*rest"], [*arguments, "more=1"]):
         make(takes(*names))
     for names in ([], arguments[:-1], [*arguments, "more"]):
-        called = re.escape(f"hook is called as hook({', '.join(arguments)}), got (")
+        called = re.escape(f"hook is called as hook({', '.join(arguments)}), but this one takes (")
         with pytest.raises(fh.HookTypeError, match=called):
             make(takes(*names))
 

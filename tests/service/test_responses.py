@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("httpx")
 
-from fastapi import FastAPI
+from fastapi import Body, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
@@ -95,7 +96,6 @@ def apps(failing: Callable[[], None]) -> list[Starlette]:
         (add_of_a_wrong_width, 422, "its vector has a width of 3"),
         (lambda: call(fh.Plan(fh.keep("1")), max_bytes=3), 422, "would exceed max_bytes=3"),
         (exceed_the_deadline, 504, "deadline exceeded: ask for less, or try again later"),
-        (fail(TimeoutError(INTERNAL)), 504, "deadline exceeded: ask for less, or try again later"),
         (ask_a_closed_batcher, 503, "the batcher was closed"),
     ],
 )
@@ -113,9 +113,24 @@ def test_exceptions_that_a_caller_can_act_on(
     assert not [each for each in caplog.records if each.name == "ferrohook"]
 
 
+def test_another_timeout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for app in apps(fail(TimeoutError(INTERNAL))):
+        caplog.clear()
+        response = TestClient(app).get("/")
+        assert response.status_code == 504
+        assert INTERNAL not in response.text
+        (record,) = (each for each in caplog.records if each.name == "ferrohook")
+        assert record.getMessage() == "GET '/' timed out"
+        assert INTERNAL in str(record.exc_info)
+
+
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError(INTERNAL), KeyError(INTERNAL), fh.errors.StoreError(INTERNAL)],
+    [
+        RuntimeError(INTERNAL),
+        KeyError(INTERNAL),
+        fh.errors.StoreError(INTERNAL),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_any_other_exception_is_logged_by_an_id_and_not_shown(
@@ -153,6 +168,33 @@ def test_other_handlers_of_the_application_stay() -> None:
         app.add_exception_handler(fh.SelectionError, answer)
         response = TestClient(app).get("/")
         assert (response.status_code, response.text) == (404, "no such layer")
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"', f'"{"x" * 2**20}"', "1, 2"])
+def test_an_invalid_request_gets_the_reason_without_its_input(value: str) -> None:
+    def refuse(_request: Request, _error: Exception) -> PlainTextResponse:
+        return PlainTextResponse("mine", 400)
+
+    def endpoint(number: Annotated[int, Body(embed=True)]) -> int:
+        return number
+
+    for own in (False, True):
+        app = FastAPI()
+        app.post("/")(endpoint)
+        if own:
+            app.add_exception_handler(RequestValidationError, refuse)
+        add_exception_handlers(app)
+        client = TestClient(app)
+        assert client.post("/", json={"number": 3}).json() == 3
+        response = client.post("/", content=f'{{"number": {value}}}')
+        if own:
+            assert (response.status_code, response.text) == (400, "mine")
+            continue
+        assert response.status_code == 422
+        assert len(response.content) < 300
+        (error,) = response.json()["detail"]
+        assert error.keys() == {"type", "loc", "msg"}
+        assert error["loc"][0] == "body"
 
 
 def test_a_websocket_ends_with_the_exception() -> None:

@@ -151,10 +151,10 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ({"texts": ["x" * 20_001]}, "texts.0: String should have at most 20000 characters"),
         ({"texts": "one"}, "texts: Input should be a valid list"),
         ({"txets": []}, "txets: Extra inputs are not permitted"),
-        ({"plan": 3}, "body.plan: Value error, a plan is an object, got int"),
+        ({"plan": 3}, "plan: Value error, a plan is an object, got int"),
         (
             {"plan": {"version": 1, "entries": [{"type": "on", "what": "pooler"}]}},
-            "body.plan: Value error, entries[0]: the key 'hook' is missing",
+            "plan: Value error, entries[0]: the key 'hook' is missing",
         ),
         ({"plan": fh.Plan(*[ADD] * 17)}, "a list of at most max_entries=16, got 17"),
         ({"plan": fh.Plan(fh.keep(["*"] * 64))}, "more than max_selectors=64"),
@@ -198,7 +198,11 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
 def test_bad_requests_are_refused_with_the_reason(
     client: httpx.Client, request_: dict[str, Any], reason: str
 ) -> None:
-    assert reason in refused(client, 422, **request_)
+    found: Any = refused(client, 422, **request_)
+    if isinstance(found, list):  # FastAPI's own
+        (error,) = found
+        found = f"{'.'.join(map(str, error['loc'][1:]))}: {error['msg']}"
+    assert reason in found
     embed(client)  # other requests still succeed
 
 
@@ -206,8 +210,8 @@ def test_bad_requests_are_refused_with_the_reason(
     ("content", "reason"),
     [
         (b"{", "JSON decode error"),
-        (b"", "body: Field required"),
-        (b"[1]", "body: Input should be"),
+        (b"", "Field required"),
+        (b"[1]", "Input should be"),
         (
             json.dumps({"texts": ["x"], **as_json({"plan": fh.Plan(fh.on("", fh.Scale(7)))})})
             .replace("7.0", "NaN")
@@ -220,7 +224,8 @@ def test_malformed_requests_are_refused(client: httpx.Client, content: bytes, re
     headers = {"Content-Type": "application/json"}
     answer = client.post("/embed", content=content, headers=headers)
     assert answer.status_code == 422
-    assert reason in answer.json()["detail"]
+    (error,) = answer.json()["detail"]
+    assert reason in error["msg"]
 
 
 def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:

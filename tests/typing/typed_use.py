@@ -116,6 +116,16 @@ with fh.data.LocalStore("folder") as local:
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
 
 
+class Counted(fh.HookedModule[nn.Linear]):
+    def __init__(self, module: nn.Linear, limit: int = 100) -> None:
+        super().__init__(module)
+        self.limit = limit
+
+
+assert_type(Counted(nn.Linear(4, 2), limit=3).inner, nn.Linear)
+Counted(nn.Linear(4, 2), limt=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
 def lambdas(model: nn.Module, seen: list[Tensor]) -> None:
     fh.register(model, "0", fh.ForwardHook(lambda _x, y: seen.append(y)))
     look = fh.ForwardHook(lambda _x, y: seen.append(y.norm()))

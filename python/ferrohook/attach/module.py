@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 import types
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -15,6 +17,7 @@ from ferrohook.attach.hook_info import HookInfo, hooks_of
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 from ferrohook.attach.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
+from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect_module
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,7 +73,18 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     __slots__ = ()
 
-    def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "forward" in vars(cls) and "_made_from" not in vars(cls):
+            msg = (
+                f"{cls.__qualname__}.forward would never run: a HookedModule calls the forward of "
+                "the module inside. Register a hook, or override the forward of that module"
+            )
+            raise HookTypeError(msg)
+        super().__init_subclass__(**kwargs)
+
+    # The types are those of `__init__`, of a subclass too.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102
+        module = args[0] if args else kwargs.get("module")
         return super().__new__(cast("type[Self]", class_around(cls, module)))
 
     def __init__(self, module: M) -> None:
@@ -179,7 +193,16 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        return wrapper_class(self), (self.inner,)
+        cls = wrapper_class(self)
+        try:
+            inspect.signature(cls).bind(self.inner)
+        except TypeError as error:
+            msg = (
+                f"{cls.__qualname__} cannot be unpickled by its __init__, which gets the module "
+                f"only: {error}. Give other arguments a default, or define __reduce_ex__"
+            )
+            raise pickle.PicklingError(msg) from None
+        return _unpickled, (cls, self.inner)
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
@@ -187,6 +210,14 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
 
 HookedModule._own_names = own_names(HookedModule)
+
+
+def _unpickled(cls: type[HookedModule[Any]], module: nn.Module) -> HookedModule[Any]:
+    """Wraps a module anew; `__init__` of a subclass may set attributes, which stay as pickled."""
+    attributes = {**module.__dict__}
+    wrapper = cls(module)
+    module.__dict__.update(attributes)
+    return wrapper
 
 
 @carry

@@ -23,7 +23,7 @@ import torch
 from ferrohook._core import frames
 from ferrohook.errors import CaptureBudgetError, HookError, RowsError
 from ferrohook.rows import batch
-from ferrohook.service.deadlines import limited, too_late
+from ferrohook.service.deadlines import DeadlineExceededError, limited, too_late
 from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
 from ferrohook.service.spans import annotate
 from ferrohook.service.waiting import BatchLimits, Line, WaitingRequest
@@ -374,7 +374,7 @@ class Batcher(Generic[In, Out]):
         """Refuses a ticket whose deadline has passed."""
         late = monotonic() > ticket.deadline
         if late:
-            ticket.future.set_exception(TimeoutError(too_late(ticket.limit[1])))
+            ticket.future.set_exception(DeadlineExceededError(too_late(ticket.limit[1])))
         return late
 
     def _finish(  # noqa: PLR0913, PLR0917 (the outcome of a forward)

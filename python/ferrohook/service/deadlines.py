@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class DeadlineExceededError(TimeoutError):
+    """A call was ended by its `deadline`."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Limit:
     """A deadline, as early as the one around it."""
@@ -69,7 +73,7 @@ def deadline(seconds: float, model: nn.Module | None = None) -> Iterator[None]:
     )
     if monotonic() > limit.end:
         msg = f"{too_late(limit.seconds)}, and {msg}"
-        raise TimeoutError(msg)
+        raise DeadlineExceededError(msg)
     warnings.warn(msg, NeverFiredWarning, stacklevel=3)
 
 
@@ -129,4 +133,4 @@ def check_deadline(_module: object, _args: object) -> None:
     """
     end, seconds = current_deadline()
     if monotonic() > end:
-        raise TimeoutError(too_late(seconds))
+        raise DeadlineExceededError(too_late(seconds))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import re
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from ferrohook.errors import HookError, ResumeError, StaleActivationError, StoreError
 from ferrohook.service.batching import BatcherClosedError
+from ferrohook.service.deadlines import DeadlineExceededError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _LINE: Final = re.compile(r", registered at .+?:\d+")
 """Line of the service's own code, in the message of an error."""
+MOST_REASONS, MOST_CHARACTERS = 100, 1000
+"""Bounds of a response to an invalid request."""
 _OF_THE_SERVICE: Final = (ResumeError, StaleActivationError, StoreError)
 """`HookError`s that no request is at fault for."""
 
@@ -29,8 +34,9 @@ def add_exception_handlers(app: Starlette) -> None:
     | exception | status |
     | --- | --- |
     | `HookError`: an unknown module, a wrong width, a budget exceeded | 422, with the message |
-    | `TimeoutError`, of a `deadline` | 504 |
+    | `TimeoutError`; one that is not of a `deadline` is logged | 504 |
     | `BatcherClosedError` | 503, with `Retry-After` |
+    | FastAPI's `RequestValidationError` | 422, with place and reason, without the input |
     | any other, `StoreError`, `ResumeError` and `StaleActivationError` included | 500 |
 
     The body is `{"detail": ...}`, as of FastAPI's own errors. A response with status 500 has an id
@@ -49,22 +55,48 @@ def add_exception_handlers(app: Starlette) -> None:
         raise HookError(msg)
     for kind in (HookError, TimeoutError, Exception):
         app.add_exception_handler(kind, _respond)
+    with contextlib.suppress(ImportError):  # Starlette without FastAPI
+        from fastapi.exception_handlers import (  # noqa: PLC0415
+            request_validation_exception_handler as fastapis,
+        )
+        from fastapi.exceptions import RequestValidationError  # noqa: PLC0415
+
+        if app.exception_handlers.get(RequestValidationError) is fastapis:
+            app.add_exception_handler(RequestValidationError, _refuse)
+
+
+async def _refuse(_request: Request, error: Any) -> Response:
+    """Responds to an invalid request as FastAPI does, but for the input.
+
+    That may be long, and what JSON cannot represent, as NaN, would fail the response.
+    """
+    reasons = [
+        {
+            "type": each["type"],
+            "loc": [it if isinstance(it, int) else it[:MOST_CHARACTERS] for it in each["loc"]],
+            "msg": each["msg"][:MOST_CHARACTERS],
+        }
+        for each in error.errors()[:MOST_REASONS]
+    ]
+    return Response(json.dumps({"detail": reasons}), 422, media_type="application/json")
 
 
 async def _respond(request: Request, error: Exception) -> JSONResponse:
     if request["type"] != "http":  # a WebSocket has no response: its server gets the exception
         raise error
+    called = f"{request.method} {request.url.path!r}"
     headers = {}
     match error:
         case TimeoutError():
             status, detail = 504, "deadline exceeded: ask for less, or try again later"
+            if not isinstance(error, DeadlineExceededError):  # as of a database
+                _LOG.warning("%s timed out", called, exc_info=error)
         case BatcherClosedError():
             status, detail, headers = 503, str(error), {"Retry-After": "1"}
         case HookError() if not isinstance(error, _OF_THE_SERVICE):
             status, detail = 422, _LINE.sub("", str(error))
         case _:
             number = secrets.token_hex(8)
-            called = f"{request.method} {request.url.path!r}"
             _LOG.error("%s failed, with the id %s", called, number, exc_info=error)
             status, detail = 500, f"internal error: the service's log has it by the id {number}"
             if request["http_version"].startswith("1"):

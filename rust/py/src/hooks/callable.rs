@@ -1,5 +1,6 @@
 //! Refusal of callables that a call cannot run: async ones, and those that take other arguments.
 
+use std::cmp::Ordering;
 use std::fmt::Display;
 
 use ferrohook_core::Phase;
@@ -60,12 +61,10 @@ pub fn check_call(
         return Ok(()); // unknown, as for a call in C
     };
     let bound = signature.call_method1("bind", PyTuple::new(py, arguments)?);
-    bound.map(drop).map_err(|error| {
+    bound.map(drop).map_err(|_| {
         let arguments = arguments.join(", ");
-        let message = format!(
-            "{taker} is called as hook({arguments}), got {signature}: {}",
-            error.value(py)
-        );
+        let message =
+            format!("{taker} is called as hook({arguments}), but this one takes {signature}");
         hook_type_error(py, message)
     })
 }
@@ -162,9 +161,15 @@ impl<'py> Runs<'py> {
         if number(intern!(py, "co_kwonlyargcount"))? > 0 {
             return Ok(false);
         }
-        let defaults = self.function.getattr(intern!(py, "__defaults__"))?;
-        let defaults = defaults.cast::<PyTuple>().map_or(0, PyTupleMethods::len);
         let (given, most) = (ahead + count, number(intern!(py, "co_argcount"))?);
-        Ok(given + defaults >= most && (given <= most || self.flags()? & VARARGS != 0))
+        match given.cmp(&most) {
+            Ordering::Equal => Ok(true),
+            Ordering::Greater => Ok(self.flags()? & VARARGS != 0),
+            Ordering::Less => {
+                let defaults = self.function.getattr(intern!(py, "__defaults__"))?;
+                let defaults = defaults.cast::<PyTuple>().map_or(0, PyTupleMethods::len);
+                Ok(given + defaults >= most)
+            }
+        }
     }
 }
