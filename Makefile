@@ -130,8 +130,8 @@ plots: build $(VENV)/models $(VENV)/notebook $(VENV)/service ## The pictures of 
 
 ##@ Publish
 
-release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
-	script/release
+release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run; ONLY=3.12
+	script/release $(ONLY)
 
 build: $(BIN)/maturin $(VENV)/torch
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet

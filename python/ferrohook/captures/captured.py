@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ferrohook._core import CapturedBase
 from ferrohook.captures.pending import finish
@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
     """Makes the error for a name without a captured value."""
-    captured = ", ".join(map(repr, names)) or "nothing"
+    captured = ", ".join(map(repr, names))
     if not isinstance(name, str):
-        got = f"{type(name).__name__} {name!r}"
-        return SelectionError(f"a module's name is a str, got {got}; captured: {captured}")
-    return SelectionError(f"{name!r} {state} the captured modules: {captured}")
+        # A module's repr lists all modules inside.
+        got = (
+            type(name).__name__
+            if isinstance(name, nn.Module)
+            else f"{type(name).__name__} {name!r}"
+        )
+        msg = f"a module's name is a str, got {got}; captured: {captured or 'nothing'}"
+    elif captured:
+        msg = f"{name!r} {state} the captured modules: {captured}"
+    else:
+        msg = f"{name!r} was not captured: nothing was, as no capture= and no keep() asked for it"
+    return SelectionError(msg)
 
 
 class Recorded(NamedTuple):
