@@ -33,7 +33,7 @@ class Bar(NamedTuple):
     row: str
     """Row of the table; PyTorch's hooks are its base."""
     calls: int
-    """Hooked calls of modules in what the row measures."""
+    """Hooked calls of modules that the row measures."""
 
 
 LLAMA_MODULES = 108

@@ -151,7 +151,7 @@ def test_a_subclass_whose_forward_would_never_run_is_refused() -> None:
         def forward(self, value: Tensor) -> Tensor:
             return 2 * super().forward(value)
 
-    plain = Own(4, 2)  # its class is among those of the wrapper's
+    plain = Own(4, 2)  # the wrapper's class inherits from it
     assert torch.equal(fh.HookedModule(plain)(x()), plain(x()))
 
 

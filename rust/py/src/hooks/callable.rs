@@ -1,4 +1,4 @@
-//! Refusal of callables that a call cannot run: async ones, and those that take other arguments.
+//! Refusal of callables that a call cannot run: async ones, and callables of other arguments.
 
 use std::cmp::Ordering;
 use std::fmt::Display;
