@@ -76,8 +76,9 @@ _Kwargs: TypeAlias = dict[str, Any]
 _PlainForwardPreHook: TypeAlias = (
     Callable[[Any, _Args], Any] | Callable[[Any, _Args, _Kwargs], tuple[Any, _Kwargs] | None]
 )
+# Keywords are Any, which a checker takes for the output in a lambda of three arguments.
 _PlainForwardHook: TypeAlias = (
-    Callable[[Any, _Args, Any], Any] | Callable[[Any, _Args, _Kwargs, Any], Any]
+    Callable[[Any, _Args, Any], Any] | Callable[[Any, _Args, Any, Any], Any]
 )
 _PlainBackwardPreHook: TypeAlias = Callable[[Any, Any], Any]
 _PlainBackwardHook: TypeAlias = Callable[[Any, Any, Any], Any]
