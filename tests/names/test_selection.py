@@ -290,7 +290,8 @@ class Unnamed:
 def test_a_predicate_takes_name_and_module(model: Model, predicate: Any, title: str) -> None:
     with pytest.raises(HookTypeError) as caught:
         select(model, predicate)
-    assert str(caught.value) == f"a function that selects modules is called with (name, module), got {title}"
+    called = "a function that selects modules is called with (name, module)"
+    assert str(caught.value) == f"{called}, got {title}"
     assert isinstance(caught.value.__cause__, TypeError)
 
 

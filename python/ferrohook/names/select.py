@@ -284,7 +284,8 @@ def _predicate_matcher(function: Callable[..., object]) -> Callable[[str, nn.Mod
         except TypeError as error:
             # Raised by the call itself: an error inside the function has a second frame.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                msg = f"a function that selects modules is called with (name, module), got {_title(function)}"
+                called = "a function that selects modules is called with (name, module)"
+                msg = f"{called}, got {_title(function)}"
                 raise HookTypeError(msg) from error
             raise
 
