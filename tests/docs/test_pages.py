@@ -200,7 +200,7 @@ def tutorial(names: Names) -> None:
     for number, block in enumerate(net.blocks):
         hidden = block(hidden)
         torch.testing.assert_close(acts[f"blocks.{number}"], hidden)
-    assert names["watch"].first == "blocks.1.mlp"
+    assert names["nans"].first == "blocks.1.mlp"
     for each in (names["early"], names["late"]):
         assert each.removed
 

@@ -104,6 +104,24 @@ def test_code_that_was_compiled_from_a_text_has_its_lines() -> None:
     fh.clear(model)
 
 
+def test_hooks_of_entered_scopes_are_counted() -> None:
+    model = small()
+    fh.register(model, "0", fh.Scale(2.0))
+    with fh.scope() as scope:
+        fh.register(model, ["0", "1"], fh.Zero())
+        assert repr(fh.hooks(model)).endswith(
+            "\n(2 hooks more in scopes that this context has entered)"
+        )
+        fh.clear(model)
+        alone = fh.hooks(model)
+        assert (
+            repr(alone) == "no global hooks\n(2 hooks more in scopes that this context has entered)"
+        )
+        assert "2 hooks more" in alone._repr_html_()
+    assert (len(alone), alone.of_scopes, fh.hooks(model).of_scopes) == (0, 2, 0)
+    scope.close()
+
+
 def test_hooks_print_as_a_table() -> None:
     model = small()
     assert repr(fh.hooks(model)) == "no global hooks"

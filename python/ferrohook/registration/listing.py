@@ -6,11 +6,11 @@ import linecache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import HookedBase, release_unused
-from ferrohook.attach.hook_info import as_given, find_registry, state_of
+from ferrohook.attach.hook_info import as_given, find_registry, hooks_of, state_of
 from ferrohook.names.select import select
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.tables import html_table, text_table
-from ferrohook.util.texts import MODEL, name_of, shown
+from ferrohook.util.texts import MODEL, counted, name_of, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,14 +65,25 @@ class RegisteredHook(NamedTuple):
 class RegisteredHooks(list[RegisteredHook]):
     """Global hooks of a model; prints as a table."""
 
+    of_scopes = 0
+    """Number of other hooks that fire in this context, by its scopes; not in the list."""
+
     def _lines(self) -> list[tuple[str, ...]]:
         return [_HEADINGS, *(each._cells() for each in self)]
 
     def __repr__(self) -> str:
-        return text_table(self._lines(), right="calls") if self else "no global hooks"
+        table = text_table(self._lines(), right="calls") if self else "no global hooks"
+        return f"{table}{self._others()}"
 
     def _repr_html_(self) -> str:
-        return html_table(self._lines()) if self else f"<p>{self!r}</p>"
+        if not self:
+            return f"<p>{self!r}</p>"
+        return html_table(self._lines()) + (self._others() and f"<p>{self._others()}</p>")
+
+    def _others(self) -> str:
+        if not self.of_scopes:
+            return ""
+        return f"\n({counted(self.of_scopes, 'hook')} more in scopes that this context has entered)"
 
 
 def hooks(model: nn.Module) -> RegisteredHooks:
@@ -94,11 +105,16 @@ def hooks(model: nn.Module) -> RegisteredHooks:
         >>> fh.hooks(model)[0].handle.remove()
     """
     expect_module(model, "hooks lists those of")
-    return RegisteredHooks(
+    registries = [(name, registry) for name, _module, registry in _registries(model)]
+    found = RegisteredHooks(
         RegisteredHook(name, handle.phase, as_given(hook), handle, *(place or (None, None)))
-        for name, _module, registry in _registries(model)
+        for name, registry in registries
         for hook, handle, place in registry.global_hooks()
     )
+    ids = {each.handle.id for each in found}
+    here = (info.id for _, registry in registries for info in hooks_of(registry))
+    found.of_scopes = len({*here} - ids)
+    return found
 
 
 def clear(model: nn.Module) -> None:
