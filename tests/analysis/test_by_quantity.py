@@ -247,7 +247,7 @@ def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
         analysis.activation_patching(
             case.model, case.clean, case.corrupted, case.metric, "@resid_mid.*"
         )
-    with pytest.raises(fh.SelectionError, match=r"@resid_post\.9 is not proved"):
+    with pytest.raises(fh.SelectionError, match=r"has no @resid_post\.9: its blocks are 0 to 1"):
         analysis.ablation(case.model, case.clean, case.metric, "@resid_post.9")
     with pytest.raises(fh.HookTypeError, match="'@logits' is no term of the stream"):
         analysis.direct_logit_attribution(case.model, case.clean, case.metric, "@logits")

@@ -295,7 +295,7 @@ VECTOR = torch.ones(HEADS[1])
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (fh.keep("@resid_post.7"), "@resid_post.7 is not proved in Model"),
+        (fh.keep("@resid_post.7"), "Model has no @resid_post.7: its blocks are 0 to 2"),
         (fh.keep("@pattern.1"), "attention computes no pattern"),
         (fh.keep("@q.1", output_index=0), "leave out inputs, output_index"),
         (fh.keep("@q.1", slice=(slice(None), 0)), "captured whole"),

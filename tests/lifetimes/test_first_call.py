@@ -33,7 +33,7 @@ hooked = fh.HookedModule(nn.Linear(2, 2))
 import logging
 logging.disable()
 def call():
-    hooked.register_forward_hook(lambda: None, on_error="disable")
+    hooked.register_forward_hook(lambda *_: 1 / 0, on_error="disable")
     hooked(x)
 """,
     "captured": """

@@ -169,7 +169,7 @@ def steer(_module: object, _args: object, _output: object) -> None: ...
     [
         (fh.on("a", steer), fh.HookTypeError, "entries[1].hook: steer is no intervention"),
         (
-            fh.on("a", fh.ForwardHook(steer)),
+            fh.on("a", fh.ForwardHook(lambda _input, output: output)),
             fh.HookTypeError,
             "entries[1].hook: ForwardHook is no intervention",
         ),

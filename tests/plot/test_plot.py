@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DOCS = Path(__file__).parents[2] / "docs"
-LARGEST_PICTURE = 40_000
+LARGEST_PICTURE = 60_000
 
 
 @pytest.fixture(autouse=True)

@@ -82,10 +82,14 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             raise HookTypeError(msg)
         super().__init_subclass__(**kwargs)
 
-    # Type checkers read the arguments of `__init__`, of a subclass too.
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102
-        module = args[0] if args else kwargs.get("module")
-        return super().__new__(cast("type[Self]", class_around(cls, module)))
+    if TYPE_CHECKING:  # the arguments are those of `__init__`, of a subclass too
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self: ...  # noqa: D102
+
+    else:
+
+        def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
+            return super().__new__(class_around(cls, module))
 
     def __init__(self, module: M) -> None:
         expect_module(module, "HookedModule wraps")

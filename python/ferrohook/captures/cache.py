@@ -100,7 +100,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
             return self._activations[""]
         if isinstance(error, SelectionError):
             raise error
-        raise not_captured(name, "is not among", self) from None
+        raise not_captured(name, self) from None
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self._activations,)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ferrohook.util.host_copies import HostCopies
 
 
-def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
-    """Makes the error for a name without a captured value."""
+def not_captured(name: object, names: Iterable[str], *, why: str = "") -> SelectionError:
+    """Makes the error for a name without a captured value, `why` being known or not."""
     captured = ", ".join(map(repr, names))
     if not isinstance(name, str):
         # A module's repr lists all modules inside.
@@ -31,8 +31,9 @@ def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionErr
             else f"{type(name).__name__} {name!r}"
         )
         msg = f"a module's name is a str, got {got}; captured: {captured or 'nothing'}"
-    elif captured:
-        msg = f"{name!r} {state} the captured modules: {captured}"
+    elif captured or why:
+        state = f"{why} and is" if why else "is"
+        msg = f"{name!r} {state} not among the captured modules: {captured or 'nothing'}"
     else:
         msg = f"{name!r} was not captured: nothing was, as no capture= and no keep() asked for it"
     return SelectionError(msg)
@@ -237,7 +238,7 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
         for part in self._parts:
             if (place := part.places.get(name)) is not None:
                 return part.values.positions(place)
-        raise not_captured(name, "is not among", [name for it in self._parts for name in it.places])
+        raise not_captured(name, [name for it in self._parts for name in it.places])
 
     def awaits_gradients(self, name: str) -> bool:
         """Returns True if autograd recorded a tensor of a name, so that a gradient may come."""
@@ -254,7 +255,7 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
                 if found := part.read(place, stale=stale):
                     return found[-1] if part.only_last else found
                 state, reason = "never ran", self._reason()
-        error = not_captured(name, f"{state} and is not among", self)
+        error = not_captured(name, self, why=state)
         raise SelectionError(f"{error}; {reason}") if reason else error
 
     def __contains__(self, name: object) -> bool:
