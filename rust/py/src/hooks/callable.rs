@@ -6,9 +6,9 @@ use std::fmt::Display;
 use ferrohook_core::Phase;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyFunction, PyTuple, PyType};
 
+use crate::cpython::once::Once;
 use crate::error::hook_type_error;
 
 /// `inspect.CO_VARARGS`.
@@ -45,7 +45,7 @@ pub fn check_call(
     taker: impl Display,
     arguments: &[&str],
 ) -> PyResult<()> {
-    static SIGNATURE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static SIGNATURE: Once<Py<PyAny>> = Once::new();
     let function = Runs::of(callable)?;
     if let Some(function) = &function {
         function.refuse_async(callable, &taker)?;
@@ -96,8 +96,8 @@ struct Runs<'py> {
 impl<'py> Runs<'py> {
     /// Looks through methods, `functools.partial` and `__call__`; None if no function is found.
     fn of(callable: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
-        static PARTIAL: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-        static METHOD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static PARTIAL: Once<Py<PyType>> = Once::new();
+        static METHOD: Once<Py<PyType>> = Once::new();
         let py = callable.py();
         let mut function = callable.clone();
         let mut ahead = Some(0);

@@ -3,7 +3,6 @@
 use ferrohook_core::Entry;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 
 use crate::cpython::once::Once;
 use crate::error::{shown, type_name, warn};
@@ -97,7 +96,7 @@ impl Site<'_, '_> {
 
 /// Returns the name of a hook as people write it.
 fn name_of(hook: &Bound<'_, PyAny>) -> PyResult<String> {
-    static NAME_OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static NAME_OF: Once<Py<PyAny>> = Once::new();
     let name_of = NAME_OF.import(hook.py(), "ferrohook.util.texts", "name_of")?;
     name_of.call1((hook,))?.extract()
 }
