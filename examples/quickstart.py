@@ -107,7 +107,7 @@ def main() -> int:
     together = Barrier(2)
 
     def request(scale: float) -> str:
-        # What is registered inside a scope fires for this thread's calls only.
+        # Hooks registered inside a scope fire for this thread's calls only.
         with fh.scope():
             if scale:
                 fh.register(chat.model, PLACE, fh.Add(happier, scale))

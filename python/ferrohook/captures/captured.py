@@ -24,12 +24,9 @@ def not_captured(name: object, names: Iterable[str], *, why: str = "") -> Select
     """Makes the error for a name without a captured value, `why` being known or not."""
     captured = ", ".join(map(repr, names))
     if not isinstance(name, str):
-        # A module's repr lists all modules inside.
-        got = (
-            type(name).__name__
-            if isinstance(name, nn.Module)
-            else f"{type(name).__name__} {name!r}"
-        )
+        got = type(name).__name__
+        if not isinstance(name, nn.Module):  # whose repr lists all modules inside
+            got += f" {name!r}"
         msg = f"a module's name is a str, got {got}; captured: {captured or 'nothing'}"
     elif captured or why:
         state = f"{why} and is" if why else "is"

@@ -47,7 +47,7 @@ class RunResult(NamedTuple):
     output: Any
     """Output of the model."""
     acts: ActivationCache[Tensor]
-    """What `capture` or the plan keeps; empty without either."""
+    """Activations that `capture` or the plan keeps; empty without either."""
 
 
 def run(
