@@ -112,7 +112,7 @@ class Harvester:
         starts = range(0, len(part.lines), self.batch)
         batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
         with warnings.catch_warnings(record=True) as caught:
-            for category in (fh.NeverFiredWarning, fh.data.UnverifiedWarning):
+            for category in (fh.errors.NeverFiredWarning, fh.errors.UnverifiedWarning):
                 warnings.simplefilter("always", category)
             try:
                 with fh.data.LocalStore(part.folder) as store:

@@ -16,7 +16,7 @@ from torch import jit, nn
 import ferrohook as fh
 from ferrohook import instrument  # before constructors are wrapped: its import calls a module
 
-warnings.filterwarnings("ignore", category=fh.NotInstrumentedWarning)
+warnings.filterwarnings("ignore", category=fh.errors.NotInstrumentedWarning)
 
 _constructors = threading.local()
 _calls = itertools.count()

@@ -11,13 +11,25 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "llms.txt"
 WIDTH = 220
 """Characters of a line, beyond which it has the signature alone."""
-FRONTS = ("", "analysis", "rows", "data", "detectors", "plot", "engines", "service", "client")
+FRONTS = (
+    "",
+    "typing",
+    "errors",
+    "analysis",
+    "rows",
+    "data",
+    "detectors",
+    "plot",
+    "engines",
+    "service",
+    "client",
+)
 INTRODUCTION = """\
 # ferrohook
 
@@ -42,7 +54,7 @@ INTRODUCTION = """\
   plan is JSON: `to_json`, `from_json`.
 - `fh.hooks(model)` lists the global hooks, `fh.clear(model)` removes them.
 - Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
-  what was expected.
+  what was expected; fh.errors has all of them.
 - Pages: choosing.md, tutorial.md, recipes/, hooked-module.md, quantities.md, plans.md, rows.md,
   threads.md, serving.md, deploying.md, contract.md, reference.md.
 """
@@ -54,13 +66,14 @@ def text() -> str:
     for front in FRONTS:
         name = f"ferrohook.{front}".removesuffix(".")
         module = importlib.import_module(name)
-        lines = [f"## {name}", ""]
-        public = {each: getattr(module, each) for each in module.__all__}
+        lines = [f"## {name}"]
+        public = {each: getattr(module, each) for each in module.__all__ if each != "__version__"}
         errors = [each for each, value in public.items() if _is_error(value)]
+        aliases = [each for each, value in public.items() if _is_alias(value)]
         for each, value in public.items():
-            lines += [] if each in errors else described(each, value)
-        if errors:
-            lines.append(f"- errors and warnings: {', '.join(errors)}")
+            lines += [] if each in {*errors, *aliases} else described(each, value)
+        for what, names in (("errors and warnings", errors), ("types of arguments", aliases)):
+            lines += [f"- {what}: {', '.join(names)}"] if names else []
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -87,6 +100,11 @@ def described(name: str, value: Any) -> list[str]:
 
 def _is_error(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def _is_alias(value: object) -> bool:
+    # A string, where the type refers to itself.
+    return isinstance(value, str) or get_origin(value) is not None
 
 
 def _is_attribute(owner: type, name: str) -> bool:

@@ -71,7 +71,7 @@ def main(
 
     torch.set_num_threads(options.torch_threads)
     # The client gets the reason in its answer.
-    warnings.simplefilter("ignore", fh.NeverFiredWarning)
+    warnings.simplefilter("ignore", fh.errors.NeverFiredWarning)
     encoder = make_encoder(max_capture_bytes=options.max_capture)
     encoder.instrument()
     settings = Settings(

@@ -26,10 +26,11 @@ from ferrohook.service import (
     list_hooks,
 )
 
-from .encoder import MAX_TOKENS, UNUSED, ignore
+from .encoder import MAX_TOKENS, ignore
 from .isolation import check
 from .limits import LimitBody
 from .schema import (
+    REFUSED,
     BatchLimits,
     Capabilities,
     EmbedAnswer,
@@ -231,7 +232,7 @@ def checking(service: Service) -> APIRouter:
             ferrohook=fh.__version__,
             model=type(service.encoder.model).__name__,
             interventions=sorted(KINDS),
-            refused_options=sorted(UNUSED),
+            refused_options=sorted(REFUSED),
             reductions=list(get_args(Reduction)),
             max_tokens=MAX_TOKENS,
             max_body=settings.max_body,

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256
 """The model's training length; longer texts are truncated."""
 
-UNUSED = frozenset({"device", "slice", "stop"})
-"""Options of captures that the service has no use for."""
-
 
 class RefusedError(fh.HookError):
     """An impossible request; the message states the reason."""
@@ -57,11 +54,11 @@ class Job:
     """A request, tokenized, with its plan prepared: an item of the batcher."""
 
     def __init__(
-        self, request: EmbedRequest, tokens: dict[str, Tensor], prepared: fh.Prepared | None
+        self, request: EmbedRequest, tokens: dict[str, Tensor], prepared: fh.typing.Prepared | None
     ) -> None:
         self.request = request
         self.tokens = tokens
-        self.counted: list[fh.HandleGroup] = []
+        self.counted: list[fh.typing.HandleGroup] = []
         self._prepared = prepared
 
     @property
@@ -75,11 +72,11 @@ class Job:
         return self.tokens["input_ids"].shape[1]
 
     @property
-    def opener(self) -> Callable[[], fh.Request] | None:
+    def opener(self) -> Callable[[], fh.typing.Request] | None:
         """Opens the request of the plan; None without a plan."""
         return None if self._prepared is None else functools.partial(self._open, self._prepared)
 
-    def _open(self, prepared: fh.Prepared) -> fh.Request:
+    def _open(self, prepared: fh.typing.Prepared) -> fh.typing.Request:
         opened = prepared.open()
         assert prepared.model is not None  # noqa: S101 (the encoder has it)
         self.counted = [
@@ -122,11 +119,7 @@ class Encoder:
 
         Raises:
             HookError: the plan does not fit the model; names the entry or the module.
-            RefusedError: the plan has options that the service does without.
         """
-        if any(UNUSED & entry.options.keys() for entry in request.plan.entries):
-            msg = f"captures are reduced for the answer: leave out {', '.join(sorted(UNUSED))}"
-            raise RefusedError(msg)
         for modules in request.count:
             fh.select(self.model, modules, called=True)
         hooked = request.plan.entries or request.count

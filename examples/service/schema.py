@@ -22,6 +22,8 @@ MAX_TEXTS = 64
 MAX_ENTRIES = 16
 """Maximum number of a plan's entries and of counts."""
 MAX_SELECTORS = 64
+REFUSED = frozenset({"device", "on_error", "slice", "stop"})
+"""Options that a plan may not have: captures are reduced, and errors are answered."""
 
 Modules: TypeAlias = Annotated[
     str, Field(description="a path or a glob, as `ferrohook.select` takes it", max_length=200)
@@ -35,7 +37,9 @@ class _Strict(BaseModel):
 
 PlanField: TypeAlias = Annotated[
     Plan,
-    PlainValidator(partial(plan_of, max_entries=MAX_ENTRIES, max_selectors=MAX_SELECTORS)),
+    PlainValidator(
+        partial(plan_of, max_entries=MAX_ENTRIES, max_selectors=MAX_SELECTORS, refuse=REFUSED)
+    ),
     WithJsonSchema(PLAN_SCHEMA),
 ]
 Text: TypeAlias = Annotated[str, StringConstraints(max_length=20_000)]
@@ -157,7 +161,7 @@ class Capabilities(BaseModel):
     interventions: list[str]
     """Types of hooks in a plan."""
     refused_options: list[str]
-    """Options of captures that a plan may not have."""
+    """Options that a plan may not have."""
     reductions: list[str]
     max_texts: int = MAX_TEXTS
     max_tokens: int

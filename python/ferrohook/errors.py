@@ -1,6 +1,23 @@
-"""The package's exceptions."""
+"""Exceptions and warnings of ferrohook."""
 
 from typing import Any
+
+__all__ = [
+    "CaptureBudgetError",
+    "HookError",
+    "HookTypeError",
+    "NeverFiredWarning",
+    "NonFiniteError",
+    "NotInstrumentedWarning",
+    "ReplacedWarning",
+    "ResumeError",
+    "RowsError",
+    "SelectionError",
+    "StaleActivationError",
+    "StoreError",
+    "UnattributedWarning",
+    "UnverifiedWarning",
+]
 
 
 class HookError(Exception):
@@ -66,3 +83,7 @@ class UnattributedWarning(UserWarning):
 
 class UnverifiedWarning(UserWarning):
     """Stored batches without a fingerprint: nothing to compare them with."""
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -371,7 +371,7 @@ class Warned:
     def __enter__(self) -> Self:
         self._catching = warnings.catch_warnings(record=True)
         self._caught: Any = self._catching.__enter__()
-        warnings.simplefilter("always", fh.NeverFiredWarning)
+        warnings.simplefilter("always", fh.errors.NeverFiredWarning)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

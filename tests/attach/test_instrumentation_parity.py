@@ -428,7 +428,9 @@ def test_a_class_that_overrides_call_impl_is_refused_and_unchanged() -> None:
     with pytest.raises(fh.HookError, match=r"1 \(Own\): its class overrides _call_impl"):
         fh.instrument(model, ["0", "1"])
     assert state_of(model) == before
-    with pytest.warns(fh.NotInstrumentedWarning, match=r"not instrumented: 1 \(Own\)") as caught:
+    with pytest.warns(
+        fh.errors.NotInstrumentedWarning, match=r"not instrumented: 1 \(Own\)"
+    ) as caught:
         undo = fh.instrument(model)
     assert caught[0].filename == __file__
     with undo:
@@ -443,7 +445,7 @@ def test_a_class_that_overrides_call_impl_is_refused_and_unchanged() -> None:
 
 def test_a_warning_raised_as_an_error_leaves_nothing_instrumented() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch_script(nn.ReLU()))
-    with pytest.raises(fh.NotInstrumentedWarning):
+    with pytest.raises(fh.errors.NotInstrumentedWarning):
         fh.instrument(model)
     assert not any(is_instrumented(each) for each in model[:1].modules())
     assert not is_instrumented(model)

@@ -90,7 +90,7 @@ def test_scripting_and_script_modules_are_refused_with_the_reason() -> None:
             fh.instrument(scripted)
         assert not is_instrumented(model[1])
         expected = model(x())
-        with pytest.warns(fh.NotInstrumentedWarning, match="0 .*TorchScript"):
+        with pytest.warns(fh.errors.NotInstrumentedWarning, match="0 .*TorchScript"):
             fh.instrument(model)
         assert type(scripted) is before
         assert torch.equal(model(x()), expected)

@@ -163,14 +163,14 @@ def test_hooks_on_modules_that_are_fused_away_are_reported(way: str) -> None:
     model = Net().eval()
     WAYS[way](model, lambda *_: None)
     fh.register(model, "bn", lambda *_: None)
-    with pytest.warns(fh.ReplacedWarning) as warned:
+    with pytest.warns(fh.errors.ReplacedWarning) as warned:
         quantization.fuse_modules(model, [["conv", "bn", "relu"]], inplace=True)
     assert [str(each.message).split(" (")[0] for each in warned] == [
         "quantisation took 'conv'",
         "quantisation took 'bn'",
     ]
     # The fused module has a copy of the convolution, hooks included.
-    with pytest.warns(fh.ReplacedWarning, match=r"took '0' \(.*Conv2d\)* out of ConvReLU2d"):
+    with pytest.warns(fh.errors.ReplacedWarning, match=r"took '0' \(.*Conv2d\)* out of ConvReLU2d"):
         quantize(model, "static")
 
 
@@ -178,7 +178,7 @@ def test_a_fused_module_keeps_hooks_on_its_parts() -> None:
     model, seen = Net().train(), []
     fh.register(model, "bn", lambda *_: seen.append(1))
     with warnings.catch_warnings():
-        warnings.simplefilter("error", fh.ReplacedWarning)
+        warnings.simplefilter("error", fh.errors.ReplacedWarning)
         quantization.fuse_modules_qat(model, [["bn", "relu"]], inplace=True)
     model(X)
     assert seen == [1]
@@ -199,6 +199,8 @@ def test_a_replacement_that_cannot_have_hooks_is_reported() -> None:
     model.qconfig = quantization.default_dynamic_qconfig
     quantization.propagate_qconfig_(model)
     fh.register(model, "0", lambda *_: None)
-    with pytest.warns(fh.ReplacedWarning, match="will not fire: its class overrides _call_impl"):
+    with pytest.warns(
+        fh.errors.ReplacedWarning, match="will not fire: its class overrides _call_impl"
+    ):
         quantization.convert(model, {nn.Linear: Calling}, inplace=True)
     assert isinstance(model[0], Calling)

@@ -75,7 +75,7 @@ def test_a_duplicate_has_the_structures_and_errors_of_the_cache(
     model.once = Returning(lambda _: value)
     model.shared.forward = lambda x: x  # type: ignore[method-assign]
     model.unused = nn.Identity()
-    with pytest.warns(fh.NeverFiredWarning), fh.capture(model, ["once", "unused"]) as acts:
+    with pytest.warns(fh.errors.NeverFiredWarning), fh.capture(model, ["once", "unused"]) as acts:
         model.once(x)
     copied = duplicate(acts)
     assert repr(copied["once"]) == repr(acts["once"])

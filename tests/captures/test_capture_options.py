@@ -265,14 +265,16 @@ def test_an_exceeded_budget_ends_the_call_and_keeps_earlier_captures(
 ) -> None:
     # Module '1' ran and exceeded the budget; '' and '2' never ran.
     silent = pytest.warns(
-        fh.NeverFiredWarning, match=r"^\(model\), '2' were selected and never ran"
+        fh.errors.NeverFiredWarning, match=r"^\(model\), '2' were selected and never ran"
     )
     with silent, fh.capture(model, max_bytes=159) as acts:
-        with pytest.raises(fh.CaptureBudgetError, match=r"keeping 80 more bytes of .1. .*=159"):
+        with pytest.raises(
+            fh.errors.CaptureBudgetError, match=r"keeping 80 more bytes of .1. .*=159"
+        ):
             model(x)
         assert (list(acts), acts.nbytes) == (["0"], 80)
         # The capture of the first call is replaced, so the second one fits.
-        with pytest.raises(fh.CaptureBudgetError):
+        with pytest.raises(fh.errors.CaptureBudgetError):
             model(2 * x)
         assert torch.equal(acts["0"], model[0](2 * x))
     assert_plain(model)
@@ -287,7 +289,7 @@ def test_a_budget_of_exactly_the_captured_bytes_suffices(model: nn.Sequential, x
     with fh.capture(model, "0", max_bytes=3 * 80, calls="all") as acts:
         for _ in range(3):
             model(x)
-        with pytest.raises(fh.CaptureBudgetError):
+        with pytest.raises(fh.errors.CaptureBudgetError):
             model(x)
     assert len(acts["0"]) == 3
 
@@ -299,5 +301,8 @@ def test_the_budget_counts_bytes_after_slicing_and_casting(model: nn.Sequential,
 
 
 def test_the_budget_counts_gradients(model: nn.Sequential, x: Tensor) -> None:
-    with fh.capture(model, "0", max_bytes=100, grads=True), pytest.raises(fh.CaptureBudgetError):
+    with (
+        fh.capture(model, "0", max_bytes=100, grads=True),
+        pytest.raises(fh.errors.CaptureBudgetError),
+    ):
         model(x).sum().backward()

@@ -92,7 +92,7 @@ def test_a_forward_without_one_selected_module_runs_to_its_end(
     first.unused = nn.Identity()
     first.forward = lambda x: first[1](first[0](x))  # type: ignore[method-assign]
     with (
-        pytest.warns(fh.NeverFiredWarning, match="'unused'"),
+        pytest.warns(fh.errors.NeverFiredWarning, match="'unused'"),
         fh.capture(first, ["0", "unused"], stop=True),
     ):
         assert isinstance(first(x), Tensor)
@@ -184,7 +184,9 @@ def test_a_module_on_a_worker_thread_ends_no_call_of_others(x: Tensor) -> None:
 
 def test_modules_that_never_ran_are_reported(model: nn.Sequential, x: Tensor) -> None:
     with (
-        pytest.warns(fh.NeverFiredWarning, match=r"^'1', '2' were selected and never ran") as told,
+        pytest.warns(
+            fh.errors.NeverFiredWarning, match=r"^'1', '2' were selected and never ran"
+        ) as told,
         fh.capture(model, ["0", "1", "2"]) as acts,
     ):
         model[0](x)
@@ -207,7 +209,7 @@ def test_the_warning_names_a_direct_call_of_forward(x: Tensor) -> None:
 
     model = Direct()
     reason = r"Direct\.forward calls its forward directly"
-    with pytest.warns(fh.NeverFiredWarning, match=reason), fh.capture(model, "layer"):
+    with pytest.warns(fh.errors.NeverFiredWarning, match=reason), fh.capture(model, "layer"):
         model(x)
 
 
@@ -218,6 +220,6 @@ def test_the_warning_does_not_hide_an_exception(model: nn.Sequential) -> None:
 
 
 def test_the_warning_raised_as_an_error_leaves_nothing_behind(model: nn.Sequential) -> None:
-    with pytest.raises(fh.NeverFiredWarning), fh.capture(model):
+    with pytest.raises(fh.errors.NeverFiredWarning), fh.capture(model):
         pass
     assert_plain(model)

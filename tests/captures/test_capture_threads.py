@@ -36,7 +36,7 @@ def test_the_warning_in_a_thread_pool_names_wrap(model: nn.Sequential, x: Tensor
         r"wrap: c = capture\(\.\.\.\); with c as acts: pool\.map\(c\.wrap\(model\), inputs\)$"
     )
     with (
-        pytest.warns(fh.NeverFiredWarning, match=text),
+        pytest.warns(fh.errors.NeverFiredWarning, match=text),
         ThreadPoolExecutor(1) as pool,
         fh.capture(model, ["0", "1"]),
     ):
@@ -51,7 +51,7 @@ def test_the_warning_in_a_thread_pool_names_wrap(model: nn.Sequential, x: Tensor
 def test_the_warning_of_hooks_of_a_scope_names_wrap(model: nn.Sequential) -> None:
     def warned(**options: Any) -> str:
         with (
-            pytest.warns(fh.NeverFiredWarning) as caught,
+            pytest.warns(fh.errors.NeverFiredWarning) as caught,
             fh.register(model, "0", lambda *_: None, **options),
         ):
             pass
@@ -64,7 +64,7 @@ def test_the_warning_of_hooks_of_a_scope_names_wrap(model: nn.Sequential) -> Non
 
 
 def test_the_warning_names_wrap_only_if_no_module_ran(model: nn.Sequential, x: Tensor) -> None:
-    with pytest.warns(fh.NeverFiredWarning) as caught, fh.capture(model, ["0", "1"]):
+    with pytest.warns(fh.errors.NeverFiredWarning) as caught, fh.capture(model, ["0", "1"]):
         model[0](x)
     (warning,) = caught
     assert str(warning.message) == "'1' was selected and never ran in this context"

@@ -159,7 +159,7 @@ def test_files(layout: torch.layout, tmp_path: Any) -> None:
 def test_a_budget_counts_the_bytes(layout: torch.layout) -> None:
     size = torch.cat(components()).nbytes
     assert captured(layout, max_bytes=2 * size).nbytes == 2 * size
-    with pytest.raises(fh.CaptureBudgetError):
+    with pytest.raises(fh.errors.CaptureBudgetError):
         captured(layout, max_bytes=2 * size - 1)
 
 

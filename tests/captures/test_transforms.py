@@ -95,7 +95,10 @@ def test_gradients_under_a_transform() -> None:
 
 def test_bytes_are_those_of_all_samples() -> None:
     model = net()
-    with fh.capture(model, "0", max_bytes=5 * 3 * 4 - 1), pytest.raises(fh.CaptureBudgetError):
+    with (
+        fh.capture(model, "0", max_bytes=5 * 3 * 4 - 1),
+        pytest.raises(fh.errors.CaptureBudgetError),
+    ):
         vmap(model)(X)
 
 

@@ -215,7 +215,7 @@ def test_a_hook_in_a_graph_counts_as_fired() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", fh.NeverFiredWarning)
+        warnings.simplefilter("error", fh.errors.NeverFiredWarning)
         for _ in range(2):  # the second time from the cache of graphs
             with fh.register(model, "0", double) as handles:
                 assert close(compiled(x), (model[0](x)).relu())
@@ -229,12 +229,18 @@ def test_a_hook_that_no_graph_has_is_still_warned_of() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
     with fh.instrument(model):
         compiled = torch.compile(model[0], backend="eager", fullgraph=True)
-        with pytest.warns(fh.NeverFiredWarning, match="'1'"), fh.register(model, "1", double):
+        with (
+            pytest.warns(fh.errors.NeverFiredWarning, match="'1'"),
+            fh.register(model, "1", double),
+        ):
             compiled(x)
-        with pytest.warns(fh.NeverFiredWarning, match="'0'"), fh.register(model, "0", double):
+        with (
+            pytest.warns(fh.errors.NeverFiredWarning, match="'0'"),
+            fh.register(model, "0", double),
+        ):
             pass
         with (
-            pytest.warns(fh.NeverFiredWarning, match="no gradient reached '0'"),
+            pytest.warns(fh.errors.NeverFiredWarning, match="no gradient reached '0'"),
             fh.register(model, "0", lambda *_: None, phase="backward"),
         ):
             torch.compile(model, backend="eager")(x)

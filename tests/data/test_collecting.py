@@ -60,7 +60,7 @@ def collected(value: Any) -> dict[str, Tensor]:
 
 def test_outputs_of_layers_are_stored(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
-    assert fh.collect(model, batches, "*", store) == fh.Collected(batches=6, skipped=0)
+    assert fh.collect(model, batches, "*", store) == fh.typing.Collected(batches=6, skipped=0)
     assert store.completed("run") == [*range(6)]
     for number, batch in enumerate(batches):
         assert store.layers("run", number) == ["0", "1", "2"]
@@ -377,12 +377,12 @@ def test_modules_that_never_ran_warn(model: nn.Sequential, batches: list[Tensor]
 
     partly = Partly()
     ran_then_not = [batches[0], torch.tensor([7.0, 0.0, 0.0])]
-    with pytest.warns(fh.NeverFiredWarning, match=r"'unused' was selected") as told:
+    with pytest.warns(fh.errors.NeverFiredWarning, match=r"'unused' was selected") as told:
         fh.collect(partly, ran_then_not, "*", MemoryStore())
     assert told[0].filename == __file__
     silent, quiet = Calls("unused"), Calls("unused")
     quiet.disable()
-    with pytest.warns(fh.NeverFiredWarning, match=r"^'unused' was selected"):
+    with pytest.warns(fh.errors.NeverFiredWarning, match=r"^'unused' was selected"):
         fh.collect(partly, ran_then_not, [silent, quiet], MemoryStore())
     with warnings.catch_warnings(action="error"):
         fh.collect(partly, [], "*", MemoryStore())

@@ -122,7 +122,7 @@ def test_a_plan_runs_in_each_forward(
         assert torch.equal(store.get("run", number, "0")["output"], model[0](batch) * 2)
         steered = fh.run(model, batch, plan=PLAN).output
         assert torch.equal(store.get("run", number, "2")["output"], steered)
-    if isinstance(plan, fh.Prepared):
+    if isinstance(plan, fh.typing.Prepared):
         assert plan.open() is not None  # the caller's
         plan.close()
     assert type(model[0]) is nn.Linear
@@ -149,7 +149,7 @@ def test_a_plan_whose_module_never_ran_warns() -> None:
     model.unused = nn.Linear(1, 1)
     batch = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 2)}
     plan = fh.Plan(fh.on("unused", fh.Zero()))
-    with pytest.warns(fh.NeverFiredWarning, match="'unused' was selected") as told:
+    with pytest.warns(fh.errors.NeverFiredWarning, match="'unused' was selected") as told:
         fh.collect(model, [batch], "layer", MemoryStore(), plan=plan)
     assert told[0].filename == __file__
 
@@ -193,12 +193,12 @@ def test_a_run_is_resumed_over_its_options_alone(
 ) -> None:
     with LocalStore(tmp_path) as store:
         fh.collect(model, batches[:1], "0", store)
-        with pytest.raises(fh.data.ResumeError, match=told):
+        with pytest.raises(fh.errors.ResumeError, match=told):
             fh.collect(model, batches, "0", store, **options)
         fh.collect(model, batches[:1], "0", store, run="own", **options)
         assert fh.collect(model, batches, "0", store, run="own", **options) == (2, 1)
         name = next(iter(options))
-        with pytest.raises(fh.data.ResumeError, match=f"option '{name}': '.+', now None"):
+        with pytest.raises(fh.errors.ResumeError, match=f"option '{name}': '.+', now None"):
             fh.collect(model, batches, "0", store, run="own")
 
 
@@ -207,5 +207,5 @@ def test_another_plan_is_another_run(model: nn.Sequential, batches: list[Tensor]
     fh.collect(model, batches, "2", store, plan=PLAN)
     with PLAN.prepare(model) as same:
         assert fh.collect(model, batches, "2", store, plan=same) == (0, 3)
-    with pytest.raises(fh.data.ResumeError, match="option 'plan'"):
+    with pytest.raises(fh.errors.ResumeError, match="option 'plan'"):
         fh.collect(model, batches, "2", store, plan=fh.Plan(fh.on("0", fh.Scale(3))))

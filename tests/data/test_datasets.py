@@ -154,7 +154,7 @@ def test_damage_is_found_if_asked_for(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     assert len(fh.data.ActivationDataset(store, "layer")) == ROWS
-    with pytest.raises(fh.data.StoreError, match=r"00000002\.safetensors is damaged"):
+    with pytest.raises(fh.errors.StoreError, match=r"00000002\.safetensors is damaged"):
         fh.data.ActivationDataset(store, "layer", verify=True)
 
 
@@ -167,7 +167,7 @@ def test_more_batches_than_are_mapped_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_a_pickle_reads_the_folder(on_disk: fh.data.ActivationDataset, tmp_path: Path) -> None:
     assert numbers(pickle.loads(pickle.dumps(on_disk))[:]) == [*range(ROWS)]
     store = pickle.loads(pickle.dumps(LocalStore(tmp_path / "on_disk")))
-    with pytest.raises(fh.data.StoreError, match="was opened read_only"):
+    with pytest.raises(fh.errors.StoreError, match="was opened read_only"):
         store.put("run", 0, "layer", {})
 
 
@@ -298,7 +298,7 @@ def test_a_stream_with_workers_goes_on(on_disk: fh.data.ActivationDataset) -> No
 def test_a_state_of_another_stream_is_refused(data: fh.data.ActivationDataset) -> None:
     state = fh.data.ActivationStream(data, BATCH, seed=1).state_dict()
     stream = fh.data.ActivationStream(data, 2 * BATCH)
-    with pytest.raises(fh.data.ResumeError, match=r"\(batch_size: 4, now 8; seed: 1, now 0\)"):
+    with pytest.raises(fh.errors.ResumeError, match=r"\(batch_size: 4, now 8; seed: 1, now 0\)"):
         stream.load_state_dict(state)
     assert (stream.epoch, stream.batch) == (0, 0)
 

@@ -57,14 +57,14 @@ def test_a_name_from_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
     folder = _hostile_store(tmp_path, json.dumps(line))
     model, batches = torch.nn.Sequential(torch.nn.Linear(4, 4)), [torch.randn(2, 4)]
     with fh.data.LocalStore(folder) as store:
-        with pytest.raises(fh.data.StoreError, match="damaged"):
+        with pytest.raises(fh.errors.StoreError, match="damaged"):
             fh.collect(model, batches, "0", store, progress=False)
         for read in (
             lambda: store.get("run", 0, "0"),
             lambda: store.verify("run"),
             lambda: store.completed("run"),
         ):
-            with pytest.raises(fh.data.StoreError, match="damaged"):
+            with pytest.raises(fh.errors.StoreError, match="damaged"):
                 read()
     assert victim.read_text() == "precious"
 
@@ -95,7 +95,7 @@ def test_mutated_indices_raise_store_errors(tmp_path: Path) -> None:
             with fh.data.LocalStore(tmp_path / "whole") as store:
                 store.verify()
                 fh.collect(model, batches, "0", store, progress=False)
-        except (fh.data.StoreError, fh.data.ResumeError, fh.data.UnverifiedWarning):
+        except (fh.errors.StoreError, fh.errors.ResumeError, fh.errors.UnverifiedWarning):
             refused += 1
     assert 100 < refused < 300
     assert sorted(each.name for each in tmp_path.iterdir()) == ["whole"]
@@ -103,5 +103,5 @@ def test_mutated_indices_raise_store_errors(tmp_path: Path) -> None:
 
 def test_deep_nesting_is_a_damaged_index(tmp_path: Path) -> None:
     folder = _hostile_store(tmp_path, "[" * 100_000)
-    with fh.data.LocalStore(folder) as store, pytest.raises(fh.data.StoreError, match="damaged"):
+    with fh.data.LocalStore(folder) as store, pytest.raises(fh.errors.StoreError, match="damaged"):
         store.completed("run")

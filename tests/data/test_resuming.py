@@ -50,7 +50,7 @@ def contents(store: Store) -> dict[tuple[int, str], Tensor]:
 def refused(store: Store, told: str, *args: Any, **kwargs: Any) -> None:
     """Asserts that `collect` refuses, and that it changes nothing."""
     before = contents(store)
-    with pytest.raises(fh.data.ResumeError, match=told):
+    with pytest.raises(fh.errors.ResumeError, match=told):
         fh.collect(*args, store, **kwargs)
     after = contents(store)
     assert before.keys() == after.keys()
@@ -142,7 +142,7 @@ def test_other_detectors_and_options_are_refused(
             (detector(2, target_dtype=torch.float16), "forward of '2', .* added"),
             ("0", "selection: '0' added, \"LayerActivationDetector"),
         ):
-            with pytest.raises(fh.data.ResumeError, match=told):
+            with pytest.raises(fh.errors.ResumeError, match=told):
                 fh.collect(model, batches, other, store)
         again = detector("0", "another id", target_dtype=torch.float16)
         with fi_layers(model, again):
@@ -238,7 +238,7 @@ def test_missing_batches_are_made_again(
             file.truncate(50)
         # Compared with the batches that were there, before anything is written.
         refused_batches = [batches[0], batches[0], *batches[2:]]
-        with pytest.raises(fh.data.ResumeError, match="batch 1 of run 'run'"):
+        with pytest.raises(fh.errors.ResumeError, match="batch 1 of run 'run'"):
             fh.collect(model, refused_batches, "*", store)
         assert fh.collect(model, batches, "*", store) == (2, 2)
         assert files(tmp_path / "store") == whole
@@ -285,7 +285,7 @@ def test_an_interrupted_repair_is_repeated(
                 with pytest.raises(KeyboardInterrupt):
                     fh.collect(model, batches, "*", store)
             other = [batches[0], batches[0], *batches[2:]]
-            with pytest.raises(fh.data.ResumeError, match="batch 1"):
+            with pytest.raises(fh.errors.ResumeError, match="batch 1"):
                 fh.collect(model, other, "*", store)
         assert fh.collect(model, batches, "*", store) == (1, 3)
         assert store.verify() == []
@@ -304,10 +304,10 @@ def test_batches_without_a_fingerprint_are_accepted_with_a_warning(
         store.put("run", number, "0", {"output": torch.zeros(1)})
         store.complete("run", number)
     told = "run 'run' skips batches 0, 1, which have no fingerprint"
-    with pytest.warns(fh.data.UnverifiedWarning, match=told) as caught:
+    with pytest.warns(fh.errors.UnverifiedWarning, match=told) as caught:
         assert fh.collect(model, batches, "0", store) == (2, 2)
     assert caught[0].filename == __file__
-    with pytest.warns(fh.data.UnverifiedWarning, match=told):
+    with pytest.warns(fh.errors.UnverifiedWarning, match=told):
         refused(store, "batch 3", model, batches[:3] + batches[:1], "0")
 
 
@@ -327,7 +327,7 @@ def test_a_second_call_into_a_run_is_refused(
 
     first = Together(functools.partial(fh.collect, model, feed(), "0", store, progress=False))
     assert inside.wait(LIMIT)
-    with pytest.raises(fh.data.ResumeError, match="run 'run' is being collected by another call"):
+    with pytest.raises(fh.errors.ResumeError, match="run 'run' is being collected by another call"):
         fh.collect(model, batches, "0", store)
     assert fh.collect(model, batches, "0", store, run="other") == (4, 0)
     go.set()

@@ -182,9 +182,9 @@ def test_a_closed_store_is_readable_and_refuses_put(store: Store) -> None:
     store.close()
     store.flush()
     check(store, 0)
-    with pytest.raises(fh.data.StoreError, match=r"closed: put tensors before close"):
+    with pytest.raises(fh.errors.StoreError, match=r"closed: put tensors before close"):
         store.put("run", 1, "l", {})
-    with pytest.raises(fh.data.StoreError, match="closed"):
+    with pytest.raises(fh.errors.StoreError, match="closed"):
         store.complete("run", 1)
 
 
@@ -222,7 +222,7 @@ def test_a_folder_can_be_read_concurrently_and_continued(tmp_path: Path) -> None
         check(store, 0, 1, 2, 3)
     check(reader, 0, 1, 2, 3)
     assert not [*tmp_path.rglob("*.part")]
-    with pytest.raises(fh.data.StoreError, match="opened read_only: open another LocalStore"):
+    with pytest.raises(fh.errors.StoreError, match="opened read_only: open another LocalStore"):
         reader.put("run", 4, "layer", {})
     reader.close()
 
@@ -366,7 +366,7 @@ def test_close_loses_no_batch_that_other_threads_complete_meanwhile(
         done: list[int] = []
 
         def work(first: int, store: Store = store, done: list[int] = done) -> None:
-            with contextlib.suppress(fh.data.StoreError):
+            with contextlib.suppress(fh.errors.StoreError):
                 for batch in range(first, 10_000, threads):
                     fill(store, batch)
                     done.append(batch)
@@ -431,7 +431,7 @@ def test_close_refuses_a_put_or_stores_it(tmp_path: Path, switch_often: None) ->
         stored = []
 
         def put(store: Store = store, stored: list[int] = stored) -> None:
-            with contextlib.suppress(fh.data.StoreError):
+            with contextlib.suppress(fh.errors.StoreError):
                 for batch in range(1000):
                     store.put("run", batch, "layer", {"output": torch.ones(1)})
                     stored.append(batch)
@@ -473,7 +473,7 @@ def test_a_dropped_store_may_be_closed_on_its_writer_thread(
 def test_a_fork_does_not_write(tmp_path: Path) -> None:
     def work() -> None:
         with pytest.raises(
-            fh.data.StoreError, match=f"in process {os.getppid()}, which this one was"
+            fh.errors.StoreError, match=f"in process {os.getppid()}, which this one was"
         ):
             store.put("run", 1, "layer", {})
         assert store.completed("run") == []  # reads the written batches, and waits for none

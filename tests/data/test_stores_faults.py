@@ -90,7 +90,7 @@ def test_a_damaged_index_raises(tmp_path: Path, line: str) -> None:
         fill(store, 0)
     index = tmp_path / "run" / "index.jsonl"
     index.write_text(line + "\n" + index.read_text(), encoding="latin-1")
-    with pytest.raises(fh.data.StoreError, match=r"index.jsonl is damaged: line at byte 0"):
+    with pytest.raises(fh.errors.StoreError, match=r"index.jsonl is damaged: line at byte 0"):
         LocalStore(tmp_path, read_only=True).batches("run")
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_raises_and_leaves_other_batches_readable(
         store.flush()
         harm(tmp_path / "run" / "00000001.safetensors")
         with pytest.raises(
-            fh.data.StoreError, match=r"00000001.safetensors (is damaged|cannot be read)"
+            fh.errors.StoreError, match=r"00000001.safetensors (is damaged|cannot be read)"
         ):
             store.get("run", 1, "layer")
         for batch in (0, 2):
@@ -122,11 +122,11 @@ def test_only_one_store_may_write_a_folder(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0)
         told = rf"{tmp_path} is being written by a store of process {os.getpid()}: close that"
-        with pytest.raises(fh.data.StoreError, match=told):
+        with pytest.raises(fh.errors.StoreError, match=told):
             LocalStore(tmp_path)
 
         def work() -> None:
-            with pytest.raises(fh.data.StoreError, match=told):
+            with pytest.raises(fh.errors.StoreError, match=told):
                 LocalStore(tmp_path)
             check(LocalStore(tmp_path, read_only=True), 0)
 
@@ -182,11 +182,13 @@ def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with nobody():
         for folder in (locked, locked / "below", tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(fh.data.StoreError, match=r"cannot be written: .*Use a folder that"):
+            with pytest.raises(
+                fh.errors.StoreError, match=r"cannot be written: .*Use a folder that"
+            ):
                 LocalStore(folder)
     for folder in (tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(
-            fh.data.StoreError, match="is no folder: open the store without read_only"
+            fh.errors.StoreError, match="is no folder: open the store without read_only"
         ):
             LocalStore(folder, read_only=True)
     assert not [*locked.iterdir()]
@@ -199,11 +201,11 @@ def test_a_folder_that_becomes_unwritable_raises(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store" / "run")
     (tmp_path / "store" / "run").touch()
     fill(store, 1)
-    with pytest.raises(fh.data.StoreError, match=r"writing batch 1 of run 'run' to .* failed"):
+    with pytest.raises(fh.errors.StoreError, match=r"writing batch 1 of run 'run' to .* failed"):
         store.flush()
-    with pytest.raises(fh.data.StoreError, match="batch 1"):
+    with pytest.raises(fh.errors.StoreError, match="batch 1"):
         fill(store, 2)
-    with pytest.raises(fh.data.StoreError, match="batch 1"):
+    with pytest.raises(fh.errors.StoreError, match="batch 1"):
         store.close()
     store.close()
 
@@ -225,13 +227,13 @@ def test_a_full_disk_raises_and_flushed_batches_are_readable(small_disk: Path, s
     store = LocalStore(small_disk / "store")
     acknowledged = -1
     full = r"(?is)writing batch \d+ of run 'run' .*no space|room"
-    with pytest.raises(fh.data.StoreError, match=full):  # noqa: PT012
+    with pytest.raises(fh.errors.StoreError, match=full):  # noqa: PT012
         for batch in range(2_000):
             fill(store, batch, size=small // 4)
             store.flush()
             acknowledged = batch
     assert acknowledged >= 5
-    with pytest.raises(fh.data.StoreError, match="make room or repair the folder"):
+    with pytest.raises(fh.errors.StoreError, match="make room or repair the folder"):
         store.close()
     done = store.completed("run")
     check(store, *range(len(done)))
@@ -250,7 +252,7 @@ def test_a_file_size_limit_raises(tmp_path: Path) -> None:
         fill(store, 0)
         store.flush()
         fill(store, 1, size=20_000)
-        with pytest.raises(fh.data.StoreError, match="writing batch 1 of run"):
+        with pytest.raises(fh.errors.StoreError, match="writing batch 1 of run"):
             store.close()
 
     wait_for(forked(work))

@@ -96,7 +96,7 @@ def test_a_resumed_run_counts_on(model: Encoder, batches: list[dict[str, Tensor]
         for name in ("tokens", "positions", "texts")
         for one, other in [(parts, getattr(ActivationDataset(whole, "words"), name))]
     ] == 3 * [True]
-    with pytest.raises(fh.data.ResumeError, match="option 'tokens': \"'input_ids'\", now None"):
+    with pytest.raises(fh.errors.ResumeError, match="option 'tokens': \"'input_ids'\", now None"):
         fh.collect(model, batches, "words", parts, mask="attention_mask")
 
 

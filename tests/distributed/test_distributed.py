@@ -339,7 +339,7 @@ def check_budget(rank: int, how: str) -> None:
     fails = how == "fsdp" or rank == 0
     with fh.capture(model, ["0", "2"], max_bytes=room if fails else None) as acts:
         if fails:
-            with pytest.raises(fh.CaptureBudgetError):
+            with pytest.raises(fh.errors.CaptureBudgetError):
                 parallel(x(rank))
             assert torch.equal(acts["0"], net()[:1](x(rank)))
         else:
@@ -483,7 +483,7 @@ def check_unused(rank: int) -> None:
         # The ranks use different layers and swap them at each step.
         which = (rank + step) % RANKS
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", fh.NeverFiredWarning)
+            warnings.simplefilter("always", fh.errors.NeverFiredWarning)
             with fh.capture(model, "layers.*") as acts:
                 parallel(x(rank, step), which).square().sum().backward()
         assert list(acts) == [f"layers.{which}"]

@@ -187,5 +187,5 @@ def test_what_has_no_gradient_is_refused(phase: Phase) -> None:
     ):
         gradients(net)
     request = fh.Plan(fh.on("1", fh.Zero(), phase=phase)).prepare(net).open()
-    with pytest.raises(fh.RowsError, match="gradients"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="gradients"), fh.batch({request: 0}):
         pass

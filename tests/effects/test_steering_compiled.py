@@ -295,7 +295,7 @@ def test_a_plan_that_takes_effect_in_a_compiled_model_is_not_reported_as_silent(
     with fh.Plan(fh.on(["embed", "head"], fh.Scale(2.0))).prepare(model) as prepared:
         for _ in range(2):
             with warnings.catch_warnings():
-                warnings.simplefilter("error", fh.NeverFiredWarning)
+                warnings.simplefilter("error", fh.errors.NeverFiredWarning)
                 with prepared.open():
                     steered = call(x)
             torch.testing.assert_close(steered, steered_alone)

@@ -191,7 +191,7 @@ def test_sites_of_real_values_refuse_complex_vectors() -> None:
         plan = fh.Plan(fh.on("0", fh.Add(vector(torch.complex64))))
         with plan.prepare(model) as prepared, contextlib.ExitStack() as stack:
             batch = fh.batch({prepared.open(): slice(0, 5)}, size=5)
-            with pytest.raises(fh.RowsError, match=r"complex64.*imaginary"):
+            with pytest.raises(fh.errors.RowsError, match=r"complex64.*imaginary"):
                 stack.enter_context(batch)
 
 

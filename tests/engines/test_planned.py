@@ -135,7 +135,7 @@ def test_rows_that_are_not_in_the_forward_fail_the_requests_of_the_step(
     with worker.step(("a", 0, 2), ("b", 0, 2), padding=-2):
         assert torch.equal(model(x), model(x))
     assert worker.failures().keys() == {"a", "b"}
-    assert all(isinstance(each.error, fh.RowsError) for each in requests)
+    assert all(isinstance(each.error, fh.errors.RowsError) for each in requests)
     assert queued.state == "queued"
 
 

@@ -128,7 +128,7 @@ def test_a_module_whose_rows_are_not_found_fails_its_request(model: Any) -> None
         attached.add_request(PROMPT, plan=plan)
         output = attached.get_result(timeout=WAIT)
 
-    assert isinstance(output.hook_error, fh.RowsError)
+    assert isinstance(output.hook_error, fh.errors.RowsError)
 
 
 @pytest.mark.parametrize("entry", [fh.on("spare", fh.Scale(2.0)), fh.keep(["spare", LAYER])])

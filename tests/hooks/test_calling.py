@@ -564,7 +564,7 @@ def named_hook(returned: Any) -> Callable[..., Any]:
 
 
 def assert_names_hook_phase_and_module(
-    error: fh.HookTypeError, handle: fh.HookHandle, module: str, got: str
+    error: fh.HookTypeError, handle: fh.typing.HookHandle, module: str, got: str
 ) -> None:
     assert isinstance(error, TypeError)
     text = str(error)

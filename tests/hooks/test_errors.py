@@ -309,7 +309,7 @@ def test_infinite_recursion_raises_pythons_recursion_error(
 def test_a_finaliser_may_register_during_any_collection(
     hooked: fh.HookedModule[Failing],
 ) -> None:
-    registered: list[fh.HookHandle] = []
+    registered: list[fh.typing.HookHandle] = []
 
     class Late:
         def __init__(self) -> None:

@@ -496,7 +496,7 @@ def test_attributes_of_a_handle_are_read_only(
 
 def test_a_handle_cannot_be_constructed() -> None:
     with pytest.raises(TypeError):
-        fh.HookHandle()
+        fh.typing.HookHandle()
 
 
 def test_a_handle_hashes_by_identity_and_supports_weak_references(
@@ -561,7 +561,7 @@ def test_a_copied_or_unpickled_handle_is_removed(
     fired: list[str] = []
     handle = register(hooked, phase, lambda *_: fired.append("x"))
     other = duplicate(handle)
-    assert isinstance(other, fh.HookHandle)
+    assert isinstance(other, fh.typing.HookHandle)
     assert other.removed
     assert other.phase == phase
     assert other.id != handle.id
@@ -605,7 +605,7 @@ def test_a_copy_preserves_order_and_disabled_hooks_and_resets_counts() -> None:
     original = fh.HookedModule(nn.Linear(2, 2))
     fired: list[str] = []
 
-    def add(name: str, **options: Any) -> fh.HookHandle:
+    def add(name: str, **options: Any) -> fh.typing.HookHandle:
         return original.register_forward_hook(lambda *_: fired.append(name), **options)
 
     add("c")

@@ -208,7 +208,7 @@ class Ours(Side):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.handles: list[fh.HookHandle] = []
+        self.handles: list[fh.typing.HookHandle] = []
 
     def clear(self, index: int, phase: str | None) -> None:
         raise NotImplementedError

@@ -28,12 +28,12 @@ class Ordered:
         self.hooked = fh.HookedModule(nn.Linear(2, 2))
         self.fired: list[str] = []
 
-    def add(self, name: str, **options: Any) -> fh.HookHandle:
+    def add(self, name: str, **options: Any) -> fh.typing.HookHandle:
         def hook(*_: Any) -> None:
             self.fired.append(name)
 
         handle = getattr(self.hooked, REGISTER[self.phase])(hook, **options)
-        assert isinstance(handle, fh.HookHandle)
+        assert isinstance(handle, fh.typing.HookHandle)
         return handle
 
     def call(self) -> list[str]:
@@ -108,7 +108,7 @@ def test_a_removed_hook_registered_again_goes_to_the_end(ordered: Ordered) -> No
 def test_any_mix_keeps_one_total_order(ordered: Ordered) -> None:
     choose = random.Random(0)  # noqa: S311 (no secret)
     expected: list[tuple[int, int, str]] = []
-    live: dict[str, fh.HookHandle] = {}
+    live: dict[str, fh.typing.HookHandle] = {}
     for number in range(300):
         name = str(number)
         priority, prepend = choose.randint(-2, 2), choose.random() < 0.5
@@ -147,7 +147,7 @@ def test_an_unknown_phase_is_refused_with_the_valid_ones() -> None:
 
 def test_ids_increase_and_are_unique_across_modules_and_phases() -> None:
     modules = [Ordered(phase) for phase in REGISTER]
-    handles: list[fh.HookHandle] = []
+    handles: list[fh.typing.HookHandle] = []
     for number in range(50):
         handles.extend(module.add(str(number)) for module in modules)
     ids = [handle.id for handle in handles]
@@ -172,7 +172,7 @@ def test_an_id_is_never_reused() -> None:
 def test_hooks_registered_by_threads_are_ordered_by_id() -> None:
     ordered = Ordered("forward")
 
-    def work(_thread: int) -> list[fh.HookHandle]:
+    def work(_thread: int) -> list[fh.typing.HookHandle]:
         return [ordered.add("x", prepend=False) for _ in range(100)]
 
     handles = [handle for each in in_threads(8, work) for handle in each]

@@ -238,7 +238,7 @@ def opened(folder: Path) -> LocalStore:
     """Opens the folder once an interrupted, unreturned store has released it."""
     until = time.monotonic() + LIMIT
     while time.monotonic() < until:
-        with suppress(fh.data.StoreError):
+        with suppress(fh.errors.StoreError):
             return LocalStore(folder)
         time.sleep(0.01)
     return LocalStore(folder)

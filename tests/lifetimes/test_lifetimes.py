@@ -70,7 +70,7 @@ def wrapper_as_its_own_hook(hooked: Module) -> None:
 
 
 def handle_in_the_hook(hooked: Module) -> None:
-    handles: list[fh.HookHandle] = []
+    handles: list[fh.typing.HookHandle] = []
     handles.append(hooked.register_forward_hook(lambda module, args, output: handles[0].remove()))
     hooked.inner.__dict__["handles"] = handles
 
@@ -336,7 +336,7 @@ def leave_garbage(how: str, finalise: Callable[[], object]) -> None:
 def test_a_finaliser_registers_and_removes_during_a_collection(how: str) -> None:
     hooked: Module = fh.HookedModule(Echo())
     old = hooked.register_forward_hook(lambda module, args, output: output + 100)
-    new: list[fh.HookHandle] = []
+    new: list[fh.typing.HookHandle] = []
 
     def finalise() -> None:
         old.remove()
@@ -358,7 +358,7 @@ def test_a_collection_inside_a_hook_finalises_into_the_same_module(how: str, pha
     hooked: Module = fh.HookedModule(Echo())
     fired: list[str] = []
 
-    def register(name: str, body: Callable[[], object]) -> fh.HookHandle:
+    def register(name: str, body: Callable[[], object]) -> fh.typing.HookHandle:
         def hook(module: Any, args: Any, output: Any = None) -> None:
             fired.append(name)
             body()

@@ -64,7 +64,9 @@ def expected(model: Any, texts: Tensor, lengths: list[int], by_hand: Any) -> tup
     return torch.cat(rows), positions
 
 
-def check(request: fh.Request, model: Any, texts: Tensor, lengths: list[int], by_hand: Any) -> None:
+def check(
+    request: fh.typing.Request, model: Any, texts: Tensor, lengths: list[int], by_hand: Any
+) -> None:
     right, positions = expected(model, texts, lengths, by_hand)
     assert request.acts.positions(NAME) == positions
     assert torch.allclose(request.acts[NAME], right, atol=1e-5)

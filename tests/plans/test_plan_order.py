@@ -32,19 +32,19 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Identity(), nn.Identity())
 
 
-def by_request(model: nn.Module, request: fh.Request) -> None:
+def by_request(model: nn.Module, request: fh.typing.Request) -> None:
     with request:
         model(X)
 
 
-def by_batch(model: nn.Module, request: fh.Request) -> None:
+def by_batch(model: nn.Module, request: fh.typing.Request) -> None:
     other = fh.scope()
     with fh.batch({request: 1, other: 0}, warn=False):
         model(X)
     assert request.error is None
 
 
-def compiled(model: nn.Module, request: fh.Request) -> None:
+def compiled(model: nn.Module, request: fh.typing.Request) -> None:
     with request:
         torch.compile(model, backend="eager")(X)
 

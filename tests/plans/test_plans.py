@@ -184,7 +184,7 @@ def test_modules_that_never_ran_are_named() -> None:
     plan = fh.Plan(fh.keep("kept"), fh.on("hooked", ignore))
     with (
         plan.prepare(model) as prepared,
-        pytest.warns(fh.NeverFiredWarning, match="'kept', 'hooked'|'hooked', 'kept'"),
+        pytest.warns(fh.errors.NeverFiredWarning, match="'kept', 'hooked'|'hooked', 'kept'"),
         prepared.open(),
     ):
         model(X)
@@ -206,7 +206,7 @@ def test_a_plan_warns_once_of_modules_that_never_ran() -> None:
 def test_a_request_without_calls_costs_no_more_with_more_modules() -> None:
     model = nn.Sequential(*[nn.Identity() for _ in range(480)])
     with fh.Plan(fh.on("*", fh.Zero()), fh.keep("*")).prepare(model) as prepared:
-        with pytest.warns(fh.NeverFiredWarning), prepared.open():
+        with pytest.warns(fh.errors.NeverFiredWarning), prepared.open():
             pass
 
         def cost() -> float:
@@ -267,7 +267,7 @@ def test_closing_a_plan_while_requests_are_open() -> None:
     assert not torch.equal(changed, expected)
     with pytest.raises(fh.HookError, match="closed"):
         prepared.open()
-    with pytest.warns(fh.NeverFiredWarning, match="'head'"), waiting:
+    with pytest.warns(fh.errors.NeverFiredWarning, match="'head'"), waiting:
         assert torch.equal(model(X), expected)
     assert list(waiting.acts) == []
     assert instrumented(model) == []

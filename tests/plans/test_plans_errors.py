@@ -373,7 +373,7 @@ def test_a_plan_around_a_call_of_another_model_says_what_to_do() -> None:
     model, other = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
     with fh.Plan(fh.on("0", fh.Scale(2.0)), fh.keep("0")).prepare(model) as prepared:
         told = "prepared for this Sequential, which was not called while the request was open"
-        with pytest.warns(fh.NeverFiredWarning, match=told), prepared.open() as request:
+        with pytest.warns(fh.errors.NeverFiredWarning, match=told), prepared.open() as request:
             other(torch.ones(1))
         with pytest.raises(fh.SelectionError, match=rf"'0' never ran.*; the plan was {told}"):
             request.acts["0"]

@@ -358,7 +358,7 @@ class Run:
             pass
 
     @staticmethod
-    def check_kept(request: fh.Request, opened: Opened) -> None:
+    def check_kept(request: fh.typing.Request, opened: Opened) -> None:
         kept = {name: values for name, values in opened.kept.items() if values}
         assert set(request.acts) == set(kept)
         for entry in opened.entries:
@@ -401,7 +401,7 @@ def few(examples: int) -> settings:
 some_plans = st.lists(plans(), min_size=PLANS, max_size=PLANS)
 # Modules that a random program never runs, and inputs that random hooks cut off from gradients.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning"),
+    pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
 ]
 

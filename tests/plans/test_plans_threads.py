@@ -44,7 +44,7 @@ def expected_of(*numbers: int) -> list[float]:
     return [layer + 1.0 + more for layer, more in enumerate(added)]
 
 
-def kept_by(request: fh.Request) -> list[float]:
+def kept_by(request: fh.typing.Request) -> list[float]:
     return [request.acts[f"layers.{layer}"][0].item() for layer in range(LAYERS)]
 
 
@@ -228,9 +228,9 @@ def test_a_byte_budget_is_each_requests_own() -> None:
         with prepared.open() as request:
             model(torch.zeros(2))
             model(torch.zeros(2))
-            with pytest.raises(fh.CaptureBudgetError, match="20"):
+            with pytest.raises(fh.errors.CaptureBudgetError, match="20"):
                 model(torch.zeros(2))
-        assert isinstance(request.error, fh.CaptureBudgetError)
+        assert isinstance(request.error, fh.errors.CaptureBudgetError)
         return len(request.acts["layers.0"])
 
     assert in_threads(THREADS, work) == [2] * THREADS
@@ -248,9 +248,9 @@ def test_the_captures_of_a_request_share_a_budget() -> None:
             for _ in range(3):  # 8 bytes of the first layer for each call, 8 of the second for all
                 model(x)
             y = model(x)
-            with pytest.raises(fh.CaptureBudgetError, match="max_bytes=40"):
+            with pytest.raises(fh.errors.CaptureBudgetError, match="max_bytes=40"):
                 y.sum().backward()  # 8 of the gradient
-            with pytest.raises(fh.CaptureBudgetError, match=r"layers\.0.*max_bytes=40"):
+            with pytest.raises(fh.errors.CaptureBudgetError, match=r"layers\.0.*max_bytes=40"):
                 model(x)
         return request.acts.nbytes
 

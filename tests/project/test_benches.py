@@ -206,7 +206,7 @@ def test_a_real_group_is_measured_in_a_process_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--quick", "--markdown", "--only", "register + remove"]) == 0
-    row = r"\| HookedModule, register \+ remove / .+ \| [\d.]+ ns \| [\d.]+ .s \| 0\.\d"
+    row = r"\| HookedModule, register \+ remove / .+ \| [\d.]+ .s \| [\d.]+ .s \| 0\.\d"
     assert re.search(row, capsys.readouterr().out)
 
 

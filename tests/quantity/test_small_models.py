@@ -56,7 +56,9 @@ def close(one: Tensor, other: Tensor, roundings: int, total: Tensor | None = Non
     return bool(((left - right).abs() <= limit).all())
 
 
-def is_right(name: str, quantity: fh.Quantity, found: Tensor, right: Mapping[str, Tensor]) -> bool:
+def is_right(
+    name: str, quantity: fh.typing.Quantity, found: Tensor, right: Mapping[str, Tensor]
+) -> bool:
     """Compares a captured quantity with the model's own.
 
     A multiplier is solved for, up to roundings of the sum that the quantity is a term of.

@@ -108,7 +108,7 @@ class Spec:
     """`all`, `outer` or `inner`."""
     enabled: bool
 
-    def register(self, model: nn.Module, scope: fh.Scope | None) -> fh.HandleGroup:
+    def register(self, model: nn.Module, scope: fh.Scope | None) -> fh.typing.HandleGroup:
         phase: Any
         phase, hook = KINDS[self.kind]
         handles = fh.register(model, self.place, hook, phase=phase, scope=scope or "global")
@@ -212,7 +212,7 @@ def captured_in(model: nn.Module, capture: tuple[str, bool, bool, str]) -> Any:
 
 
 def change_hooks(
-    script: Script, handles: list[fh.HandleGroup], inner: fh.Scope, request: Any
+    script: Script, handles: list[fh.typing.HandleGroup], inner: fh.Scope, request: Any
 ) -> None:
     """Changes the hooks between forward and backward."""
     for name, number in script.changes:

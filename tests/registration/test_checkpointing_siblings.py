@@ -95,7 +95,7 @@ def test_a_function_that_registers_hooks_itself_is_repeated_with_its_own(
             registered.append(fh.register(model, "0", fh.Scale(2.0), scope="global"))
         return model(x)  # type: ignore[no-any-return]
 
-    registered: list[fh.HandleGroup] = []
+    registered: list[fh.typing.HandleGroup] = []
     for function in (everybody, scoped, through_run, lazily):
         expected = gradient(function)
         for handle in registered:

@@ -344,7 +344,9 @@ def test_groups_leave_nothing_behind(model: nn.Sequential, x: Tensor) -> None:
 
 def test_modules_that_never_ran_warn_at_exit(model: nn.Sequential, x: Tensor) -> None:
     with (
-        pytest.warns(fh.NeverFiredWarning, match=r"^'1', '1\.1' were selected and never") as told,
+        pytest.warns(
+            fh.errors.NeverFiredWarning, match=r"^'1', '1\.1' were selected and never"
+        ) as told,
         fh.register(model, ["1", "1.1", "0"], ignore),
     ):
         model[0](x)
@@ -352,7 +354,7 @@ def test_modules_that_never_ran_warn_at_exit(model: nn.Sequential, x: Tensor) ->
 
 
 def test_the_warning_raised_as_an_error_still_removes_the_hooks(model: nn.Sequential) -> None:
-    with pytest.raises(fh.NeverFiredWarning), fh.register(model, None, ignore) as group:
+    with pytest.raises(fh.errors.NeverFiredWarning), fh.register(model, None, ignore) as group:
         pass
     assert group.removed
     assert instrumented(model) == []
@@ -374,7 +376,7 @@ def test_backward_hooks_that_never_fired_warn_with_the_reason(
     model: nn.Sequential, x: Tensor
 ) -> None:
     with (
-        pytest.warns(fh.NeverFiredWarning, match="no gradient reached '0' in this context"),
+        pytest.warns(fh.errors.NeverFiredWarning, match="no gradient reached '0' in this context"),
         fh.register(model, "0", ignore, phase="backward"),
     ):
         model(x)

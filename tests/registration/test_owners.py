@@ -65,7 +65,7 @@ HOOKS = [add_one, fh.Add(torch.ones(1))]
 IDS = torch.arange(3)[None]
 
 
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hook", HOOKS, ids=["python", "native"])
 @pytest.mark.parametrize("closed", [0, 1, 2])
@@ -88,7 +88,7 @@ def test_one_closed_by_an_earlier_hook_fires_no_more(
         assert model(IDS).flatten().tolist() == [2.0] * 3
 
 
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_one_that_closes_another_between_two_turns_of_a_hook(
@@ -134,7 +134,7 @@ def test_backward_hooks_of_a_closed_owner_are_not_started(model: Model, kind: st
             entered.enter_context(each)
         output = model(IDS).sum()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fh.NeverFiredWarning)
+            warnings.simplefilter("ignore", fh.errors.NeverFiredWarning)
             two[0].close()
         output.backward()
     assert calls == ["fired"]

@@ -85,7 +85,7 @@ def test_hooks_of_run_do_not_fire_in_other_threads(model: nn.Sequential, x: Tens
 def test_warnings_of_run_point_at_its_call_site(model: nn.Sequential, x: Tensor) -> None:
     model.register_module("unused", nn.Identity())
     model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.warns(fh.NeverFiredWarning) as told:
+    with pytest.warns(fh.errors.NeverFiredWarning) as told:
         fh.run(model, x, hooks={"0": ignore}, capture=["", "1.1"])
     assert sorted(str(each.message)[:6] for each in told) == ["'0' wa", "'1.1' "]
     assert {each.filename for each in told} == {__file__}
@@ -158,7 +158,7 @@ def test_the_warning_of_a_plan_points_at_the_call_site_of_run(
     model: nn.Sequential, x: Tensor
 ) -> None:
     model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.warns(fh.NeverFiredWarning, match="'0'") as told:
+    with pytest.warns(fh.errors.NeverFiredWarning, match="'0'") as told:
         fh.run(model, x, plan=fh.Plan(fh.on("0", fh.Zero()), fh.keep("1")))
     assert {each.filename for each in told} == {__file__}
 

@@ -22,11 +22,11 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def prepared(model: nn.Module) -> fh.Prepared:
+def prepared(model: nn.Module) -> fh.typing.Prepared:
     return fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH)))).prepare(model)
 
 
-def test_rows(prepared: fh.Prepared) -> None:
+def test_rows(prepared: fh.typing.Prepared) -> None:
     a, b = prepared.open(), prepared.open()
     for rows, message in [
         ({}, "at least one"),
@@ -36,12 +36,12 @@ def test_rows(prepared: fh.Prepared) -> None:
         ({a: [-9]}, "row -9 is out of range"),
         ({a: 8}, "row 8 is out of range"),
     ]:
-        with pytest.raises(fh.RowsError, match=message):
+        with pytest.raises(fh.errors.RowsError, match=message):
             fh.batch(rows, size=8)
     for rows in ({a: slice(None)}, {a: -1}):
-        with pytest.raises(fh.RowsError, match="positions or size"):
+        with pytest.raises(fh.errors.RowsError, match="positions or size"):
             fh.batch(rows)
-    with pytest.raises(fh.RowsError, match="out of range"):
+    with pytest.raises(fh.errors.RowsError, match="out of range"):
         fh.batch({a: slice(0, 10**12)})
     for wrong in ("0", 1.5, torch.tensor([True]), torch.tensor([[1]]), None, [0.5]):
         with pytest.raises(fh.HookTypeError):
@@ -50,7 +50,7 @@ def test_rows(prepared: fh.Prepared) -> None:
         fh.batch({a: slice(4, 0, -1)}, size=8)
 
 
-def test_arguments(prepared: fh.Prepared) -> None:
+def test_arguments(prepared: fh.typing.Prepared) -> None:
     a = prepared.open()
     for arguments in (
         {"rows": [a]},
@@ -65,28 +65,28 @@ def test_arguments(prepared: fh.Prepared) -> None:
     ):
         with pytest.raises(fh.HookTypeError):
             fh.batch(**arguments)
-    with pytest.raises(fh.RowsError, match="positions has 3"):
+    with pytest.raises(fh.errors.RowsError, match="positions has 3"):
         fh.batch({a: 0}, size=2, positions=torch.arange(3))
-    with pytest.raises(fh.RowsError, match="shape"):
+    with pytest.raises(fh.errors.RowsError, match="shape"):
         fh.batch({a: 0}, dim=1, positions=torch.zeros(2, 2, dtype=torch.long))
     with pytest.raises(fh.SelectionError):
         fh.batch({a: 0}, gathered={"nowhere": torch.arange(2)})
-    with pytest.raises(fh.RowsError, match="names a model"):
+    with pytest.raises(fh.errors.RowsError, match="names a model"):
         fh.batch({fh.scope(): 0}, gathered={"0": torch.arange(2)})
 
 
-def test_states_of_requests(model: nn.Module, prepared: fh.Prepared) -> None:
+def test_states_of_requests(model: nn.Module, prepared: fh.typing.Prepared) -> None:
     a, b = prepared.open(), prepared.open()
     closed = prepared.open()
     closed.close()
-    with pytest.raises(fh.RowsError, match="closed"), fh.batch({a: 0, closed: 1}):
+    with pytest.raises(fh.errors.RowsError, match="closed"), fh.batch({a: 0, closed: 1}):
         pass
     with prepared.open() as entered:
         model(torch.randn(1, WIDTH))
-        with pytest.raises(fh.RowsError, match="entered by"), fh.batch({a: 0, entered: 1}):
+        with pytest.raises(fh.errors.RowsError, match="entered by"), fh.batch({a: 0, entered: 1}):
             pass
     with fh.batch({a: 0}) as batch:
-        with pytest.raises(fh.RowsError, match="inside a batch"), fh.batch({b: 0}):
+        with pytest.raises(fh.errors.RowsError, match="inside a batch"), fh.batch({b: 0}):
             pass
         with pytest.raises(fh.HookError), a:
             pass
@@ -96,7 +96,7 @@ def test_states_of_requests(model: nn.Module, prepared: fh.Prepared) -> None:
             try:
                 with fh.batch({b: 0, a: 1}):
                     pass
-            except fh.RowsError as error:
+            except fh.errors.RowsError as error:
                 errors.append(str(error))
 
         thread = threading.Thread(target=elsewhere)
@@ -104,39 +104,42 @@ def test_states_of_requests(model: nn.Module, prepared: fh.Prepared) -> None:
         thread.join()
         assert "one batch at a time" in errors[0]
         model(torch.randn(1, WIDTH))
-    with pytest.raises(fh.RowsError, match="entered once"), batch:
+    with pytest.raises(fh.errors.RowsError, match="entered once"), batch:
         pass
     with fh.batch({a: 1, b: 0}):  # released by the batches that could not be entered
         model(torch.randn(2, WIDTH))
 
 
-def test_requests_of_several_models(model: nn.Module, prepared: fh.Prepared) -> None:
+def test_requests_of_several_models(model: nn.Module, prepared: fh.typing.Prepared) -> None:
     other = nn.Linear(WIDTH, WIDTH)
     stranger = fh.Plan(fh.keep("")).prepare(other).open()
-    with pytest.raises(fh.RowsError, match="of one model"):
+    with pytest.raises(fh.errors.RowsError, match="of one model"):
         fh.batch({prepared.open(): 0, stranger: 1})
     part = fh.Plan(fh.keep("")).prepare(model[0]).open()
     with fh.batch({prepared.open(): 0, part: 1}):
         model(torch.randn(2, WIDTH))
     assert part.acts[""].shape == (1, WIDTH)
-    with pytest.warns(fh.NeverFiredWarning, match="no module"), fh.batch({stranger: 0}):
+    with pytest.warns(fh.errors.NeverFiredWarning, match="no module"), fh.batch({stranger: 0}):
         model(torch.randn(2, WIDTH))
 
 
 def test_backward_hooks_are_refused(model: nn.Module) -> None:
     scope = fh.scope()
     fh.register(model, "0", lambda *_: None, phase="backward", scope=scope)
-    with pytest.raises(fh.RowsError, match="backward"), fh.batch({scope: 0}):
+    with pytest.raises(fh.errors.RowsError, match="backward"), fh.batch({scope: 0}):
         pass
     late = fh.scope()
-    with fh.batch({late: 0}), pytest.raises(fh.RowsError, match="backward"):
+    with fh.batch({late: 0}), pytest.raises(fh.errors.RowsError, match="backward"):
         fh.register(model, "0", lambda *_: None, phase="backward", scope=late)
 
 
 def test_captures_of_gradients_are_refused(model: nn.Module) -> None:
     fine = fh.Plan(fh.keep("0")).prepare(model).open()
     request = fh.Plan(fh.keep("0", grads=True)).prepare(model).open()
-    with pytest.raises(fh.RowsError, match="gradients") as raised, fh.batch({fine: 0, request: 1}):
+    with (
+        pytest.raises(fh.errors.RowsError, match="gradients") as raised,
+        fh.batch({fine: 0, request: 1}),
+    ):
         pass
     assert raised.value.member is request
 
@@ -150,9 +153,9 @@ def _raises(_m: object, _a: object, _o: object) -> None:
     ("hook", "error", "message"),
     [
         (_raises, ZeroDivisionError, "of the hook"),
-        (lambda _m, _a, o: o[:1], fh.RowsError, "other rows than it got"),
-        (lambda _m, _a, o: o.double(), fh.RowsError, "other rows than it got"),
-        (lambda _m, _a, o: (o, o), fh.RowsError, "another structure"),
+        (lambda _m, _a, o: o[:1], fh.errors.RowsError, "other rows than it got"),
+        (lambda _m, _a, o: o.double(), fh.errors.RowsError, "other rows than it got"),
+        (lambda _m, _a, o: (o, o), fh.errors.RowsError, "another structure"),
         (fh.Add(torch.ones(WIDTH + 1)), fh.HookTypeError, "width"),
     ],
 )
@@ -195,7 +198,7 @@ def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:
         assert ended.fail(error)
         out = model(x)
     assert torch.equal(out, model(x))
-    assert isinstance(small.error, fh.CaptureBudgetError)
+    assert isinstance(small.error, fh.errors.CaptureBudgetError)
     assert [*small.acts] == ["0"]
     assert isinstance(late.error, TimeoutError)
     assert isinstance(ended.error, RuntimeError)
@@ -235,7 +238,7 @@ def test_what_ends_the_program_goes_through(model: nn.Module) -> None:
     assert not request.failed
 
 
-def test_hooks_of_the_whole_batch_raise(model: nn.Module, prepared: fh.Prepared) -> None:
+def test_hooks_of_the_whole_batch_raise(model: nn.Module, prepared: fh.typing.Prepared) -> None:
     request = prepared.open()
     with fh.batch({request: 0}) as batch:
         fh.register(model, "1", _raises, scope=batch)
@@ -250,7 +253,7 @@ def test_rows_that_are_not_found(model: nn.Module) -> None:
     fine = fh.Plan(fh.keep("0")).prepare(folded).open()
     with fh.batch({request: 0, fine: 1}):
         folded(torch.randn(2, 3, WIDTH))
-    assert isinstance(request.error, fh.RowsError)
+    assert isinstance(request.error, fh.errors.RowsError)
     for part in ("ReLU", "Zero", "[6, 4]", "2 rows"):
         assert part in str(request.error)
     assert fine.acts["0"].shape == (1, 3, WIDTH)
@@ -289,14 +292,14 @@ def test_activations_of_a_failed_request_say_why_they_are_not_there() -> None:
             request.acts["0"]
 
 
-def test_batches_warn_once_of_a_plan_of_which_nothing_ran(prepared: fh.Prepared) -> None:
+def test_batches_warn_once_of_a_plan_of_which_nothing_ran(prepared: fh.typing.Prepared) -> None:
     for number in range(3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with fh.batch({prepared.open(): 0, prepared.open(): 1}) as batch:
                 pass
         assert len(batch.silent) == 2
-        assert [each.category for each in caught] == [fh.NeverFiredWarning] * (number == 0)
+        assert [each.category for each in caught] == [fh.errors.NeverFiredWarning] * (number == 0)
 
 
 def _shorter(_m: object, _a: object, output: Tensor) -> Tensor:

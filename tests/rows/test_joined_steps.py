@@ -142,7 +142,7 @@ def test_a_step_over_the_budget_replaces_nothing(model: nn.Sequential) -> None:
     step(model, request, x[:2], 0)
     step(model, request, x[2:], 2)
     step(model, request, torch.randn(3, WIDTH), 2)
-    assert isinstance(request.error, fh.CaptureBudgetError)
+    assert isinstance(request.error, fh.errors.CaptureBudgetError)
     assert torch.equal(request.acts["0"], x)
     assert request.acts.positions("0") == [0, 1, 2, 3]
 
@@ -237,7 +237,7 @@ def test_bytes_of_joined_steps_are_counted_on(model: nn.Sequential) -> None:
         assert len(request.acts["0"]) == at + 1
     assert request.error is None
     step(model, request, torch.randn(1, WIDTH), 5)
-    assert isinstance(request.error, fh.CaptureBudgetError)
+    assert isinstance(request.error, fh.errors.CaptureBudgetError)
 
 
 @pytest.mark.usefixtures("switch_often")

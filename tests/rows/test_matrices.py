@@ -75,7 +75,7 @@ def chosen(by_hand: Any) -> Tensor:
 
 @wheres
 @ats
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 def test_a_request_finds_the_tokens_of_routers_and_experts(
     where: str, at: Any, by_hand: Any
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_request_finds_the_tokens_of_routers_and_experts(
 @wheres
 @ats
 @pytest.mark.parametrize("generates", [False, True])
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 def test_members_have_the_tokens_of_their_rows(
     where: str, at: Any, by_hand: Any, generates: bool
 ) -> None:
@@ -184,7 +184,7 @@ def test_as_many_rows_in_another_order_are_refused() -> None:
     bad, good = (fh.Plan(fh.keep(each)).prepare(made).open() for each in ("expert", "experts"))
     with fh.batch({good: 0, bad: 1}, positions=POSITIONS):
         made(IDS)
-    assert isinstance(bad.error, fh.RowsError)
+    assert isinstance(bad.error, fh.errors.RowsError)
     assert torch.equal(good.acts["experts"], made.embed(IDS[0, 2:]))
 
 

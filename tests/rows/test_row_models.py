@@ -23,7 +23,7 @@ from support.rows import Function, Keep, Loop, Member, On, assert_close, assert_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 
 ROWS = (5, 6, 7, 8)
 """Sizes of batches: none equals the size of another dimension."""

@@ -101,7 +101,7 @@ def test_at(model: nn.Sequential, at: object, chosen: list[int], python: bool, l
 def test_the_length_of_a_prompt_is_remembered_or_refused(model: nn.Sequential) -> None:
     request = fh.Plan(fh.on("1", fh.Zero(), at="generated")).prepare(model).open()
     batch = fh.batch({request: 0}, positions=torch.tensor([0]))
-    with pytest.raises(fh.RowsError, match="give lengths"), batch:
+    with pytest.raises(fh.errors.RowsError, match="give lengths"), batch:
         pass
     for position, zero in ((1, False), (2, True)):
         lengths = {request: 2} if position == 1 else None
@@ -255,7 +255,7 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
     batch = fh.batch(
         {request: slice(0, 3)}, positions=torch.arange(3), lengths={request: [1, 2, 3]}
     )
-    with pytest.raises(fh.RowsError, match="has one prompt") as refused, batch:
+    with pytest.raises(fh.errors.RowsError, match="has one prompt") as refused, batch:
         pass
     assert refused.value.member is request
     with pytest.raises(fh.HookTypeError, match="lengths are an int, or ints"):
@@ -266,7 +266,7 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
 
 def raises(_positions: torch.Tensor) -> torch.Tensor:
     msg = "on purpose"
-    raise fh.RowsError(msg)
+    raise fh.errors.RowsError(msg)
 
 
 FAILING = {
@@ -308,7 +308,7 @@ def test_a_function_of_positions_that_fails_fails_its_request(
     assert torch.equal(good.acts["0"], output[1:])
     assert good.error is None
     assert bad.failed
-    assert isinstance(bad.error, fh.RowsError if what == "raises" else fh.HookTypeError)
+    assert isinstance(bad.error, fh.errors.RowsError if what == "raises" else fh.HookTypeError)
 
 
 def test_a_function_of_positions_that_fails_ends_no_generation(model: nn.Sequential) -> None:
@@ -346,7 +346,7 @@ def test_lengths_that_are_missing_are_refused_at_the_door(
         shapes = [(1,)] if sites else [(1,), (1, 1)]
         for shape in shapes:
             batch = fh.batch({request: 0}, positions=torch.zeros(shape, dtype=torch.long))
-            with pytest.raises(fh.RowsError, match="give lengths") as refused, batch:
+            with pytest.raises(fh.errors.RowsError, match="give lengths") as refused, batch:
                 pass
             assert refused.value.member is request
             assert not request.failed
@@ -357,7 +357,7 @@ def test_lengths_are_one_for_each_row_or_one_for_all(model: nn.Sequential) -> No
     positions = torch.zeros(3, 2, dtype=torch.long)
     lengths: Any = {request: [1, 2]}
     batch = fh.batch({request: slice(0, 3)}, positions=positions, lengths=lengths)
-    with pytest.raises(fh.RowsError, match="2 prompts for a request with 3 rows"), batch:
+    with pytest.raises(fh.errors.RowsError, match="2 prompts for a request with 3 rows"), batch:
         pass
     with pytest.raises(fh.HookTypeError, match="of 64 bits"):
         fh.batch({request: 0}, positions=torch.zeros(1, dtype=torch.long), lengths={request: 2**70})

@@ -206,7 +206,7 @@ def test_a_write_to_what_all_rows_share_reaches_nobody_else(
         if raises:
             assert isinstance(request.error, ValueError)
         else:
-            assert isinstance(request.error, fh.RowsError)
+            assert isinstance(request.error, fh.errors.RowsError)
             assert "guilty" in str(request.error)
             assert "no rows of the batch" in str(request.error)
         assert other.error is None
@@ -309,7 +309,7 @@ def test_an_argument_put_in_two_places_is_not_written(caplog: pytest.LogCaptureF
         y = model(torch.tensor([[1.0], [2.0]]))
     assert requests[0].error is None
     assert y[0] == 2
-    assert isinstance(requests[1].error, fh.RowsError)
+    assert isinstance(requests[1].error, fh.errors.RowsError)
     assert "shares memory with another" in str(requests[1].error)
 
 

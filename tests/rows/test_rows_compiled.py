@@ -20,7 +20,7 @@ from support.row_models import WIDTH, RowModel, pick
 from support.rows import Keep, Loop, Member, On, assert_close
 from support.threads import in_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 
 SITES = ("layers.0", "layers.1", "layers.2")
 ROWS = 8

@@ -214,12 +214,12 @@ def test_a_gathered_index_that_cannot_be_is_an_error(
     a = requests(model, fh.on("head", fh.Zero()))
     model.rows = torch.tensor([0, 1])
     if by == "tensor":
-        with pytest.raises(fh.RowsError, match=message):
+        with pytest.raises(fh.errors.RowsError, match=message):
             fh.batch({a: slice(0, 3)}, size=6, gathered={"head": index})
         return
     with (
         fh.batch({a: slice(0, 3)}, size=6, gathered={"head": lambda *_: index}, warn=False),
-        pytest.raises(fh.RowsError, match=message),
+        pytest.raises(fh.errors.RowsError, match=message),
     ):
         model(numbered(6))
 
@@ -501,7 +501,7 @@ def test_a_refused_batch_leaves_its_other_members_as_they_were(
     closed, other = (requests(model, fh.on("0", fh.Zero())) for _ in range(2))
     batch = fh.batch({other: 0, closed: 1}, size=2)
     closed.close()
-    with pytest.raises(fh.RowsError, match="closed"):
+    with pytest.raises(fh.errors.RowsError, match="closed"):
         batch.__enter__()
     with other:
         assert not model(numbered(2)).any()
@@ -520,7 +520,7 @@ def test_a_capture_that_is_interrupted_as_it_begins_says_so(
         patch.setattr(type(capture._tag), "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fh.batch({capture: 0}, size=2).__enter__()
-    with pytest.raises(fh.RowsError, match="closed"):
+    with pytest.raises(fh.errors.RowsError, match="closed"):
         fh.batch({capture: 0}, size=2).__enter__()
 
 

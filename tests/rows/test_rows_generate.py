@@ -97,7 +97,7 @@ class Alone:
         return torch.cat(self.kept[name]) if self.use_cache else self.kept[name][-1]
 
 
-def opened(model: Any, names: tuple[str, ...], row: int) -> fh.Request:
+def opened(model: Any, names: tuple[str, ...], row: int) -> fh.typing.Request:
     change, at, _ = CHANGES[row]
     plan = fh.Plan(fh.on(names[0], change, at=at), fh.keep([*names], copy="clone"))
     return plan.prepare(model).open()
@@ -178,7 +178,7 @@ def test_beams_are_refused_with_the_reason(
     model, names = pair
     request = opened(model, names, 0)
     with (
-        pytest.raises(fh.RowsError, match=r"6 rows for 3 prompts.*beams"),
+        pytest.raises(fh.errors.RowsError, match=r"6 rows for 3 prompts.*beams"),
         fh.rows.generating([request, None, None]),
     ):
         generate(model, prompts(), **options)
@@ -188,8 +188,8 @@ def test_beams_are_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("requests", "error", "message"),
     [
-        ([], fh.RowsError, "at least one request"),
-        ([None, None], fh.RowsError, "at least one request"),
+        ([], fh.errors.RowsError, "at least one request"),
+        ([None, None], fh.errors.RowsError, "at least one request"),
         ([3], fh.HookTypeError, "int"),
         ("ab", fh.HookTypeError, "str"),
     ],
@@ -203,7 +203,7 @@ def test_bad_requests_are_refused(requests: Any, error: type[Exception], message
 def test_a_request_for_two_prompts_is_refused(pair: tuple[Any, tuple[str, ...]]) -> None:
     model, names = pair
     request = opened(model, names, 0)
-    with pytest.raises(fh.RowsError, match="prompts 0 and 2"):
+    with pytest.raises(fh.errors.RowsError, match="prompts 0 and 2"):
         fh.rows.generating([request, None, request])
 
 

@@ -143,5 +143,5 @@ def test_captured_rows_keep_the_graph() -> None:
 def test_captures_of_gradients_are_refused() -> None:
     model = Net(WIDTH).double()
     request = fh.Plan(fh.keep("embed", grads=True)).prepare(model).open()
-    with pytest.raises(fh.RowsError, match="captures of gradients"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="captures of gradients"), fh.batch({request: 0}):
         model(torch.randn(SIZE, WIDTH, dtype=torch.float64))

@@ -80,7 +80,7 @@ def expected_of(number: int, rows: Tensor) -> list[Tensor]:
 class Step:
     """A batch of requests with random plans and rows, some rows padding."""
 
-    def __init__(self, prepared: list[fh.Prepared], dice: random.Random) -> None:
+    def __init__(self, prepared: list[fh.typing.Prepared], dice: random.Random) -> None:
         count = dice.randint(1, MOST)
         order = [*range(ROWS)]
         if dice.random() < 0.5:
@@ -106,7 +106,7 @@ class Step:
         return wrong + (not torch.equal(y[nobodys], unhooked))
 
     @staticmethod
-    def is_right(request: fh.Request, number: int, rows: Tensor, y: Tensor) -> bool:
+    def is_right(request: fh.typing.Request, number: int, rows: Tensor, y: Tensor) -> bool:
         expected = expected_of(number, rows)
         if not torch.equal(y, expected[-1]):
             return False
@@ -121,7 +121,7 @@ TURN = 4_000
 
 
 def count_wrong(
-    prepared: list[fh.Prepared], requests: int, call: Callable[[Tensor], Tensor]
+    prepared: list[fh.typing.Prepared], requests: int, call: Callable[[Tensor], Tensor]
 ) -> int:
     """Runs so many requests in batches of several threads, beside calls in no batch."""
 

@@ -90,7 +90,7 @@ def test_a_batch_of_fake_tensors_is_refused(model: Net, sites: Any) -> None:
     for rows in ([0], [1]):
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            pytest.raises(fh.RowsError, match="FakeTensorMode"),
+            pytest.raises(fh.errors.RowsError, match="FakeTensorMode"),
             fh.batch({prepared.open(): rows}, size=2),
         ):
             pass
@@ -122,7 +122,10 @@ def test_a_site_in_gathered_is_refused(model: Net) -> None:
         with fh.rows.sites(model, names, max_requests=1, max_rows=8, width=WIDTH):
             batch = fh.batch({request: slice(0, 2)}, size=ROWS, gathered=gathered)
             if refused:
-                with pytest.raises(fh.RowsError, match="a module in gathered has others"), batch:
+                with (
+                    pytest.raises(fh.errors.RowsError, match="a module in gathered has others"),
+                    batch,
+                ):
                     pass
                 continue
             with batch:
@@ -133,7 +136,7 @@ def test_a_site_in_gathered_is_refused(model: Net) -> None:
 @pytest.mark.usefixtures("sites")
 def test_a_batch_without_a_size_is_refused(model: Net) -> None:
     request = opened(model, fh.keep("head"))
-    with pytest.raises(fh.RowsError, match="give it size"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="give it size"), fh.batch({request: 0}):
         pass
     with fh.batch({request: 0}, positions=torch.arange(ROWS)):
         model(numbered())
@@ -146,14 +149,14 @@ def test_hooks_of_the_request_itself_are_refused(model: Net) -> None:
     own = fh.register(model, "head", fh.Zero(), scope=request)
     rows = {other: slice(2, 4), request: slice(0, 2)}
     with (
-        pytest.raises(fh.RowsError, match="no hooks of its own") as refused,
+        pytest.raises(fh.errors.RowsError, match="no hooks of its own") as refused,
         fh.batch(rows, size=ROWS),
     ):
         pass
     assert refused.value.member is request
     own.remove()
     with fh.batch(rows, size=ROWS):
-        with pytest.raises(fh.RowsError, match="no hooks of its own"):
+        with pytest.raises(fh.errors.RowsError, match="no hooks of its own"):
             fh.register(model, "head", fh.Zero(), scope=request)
         out = model(numbered())
     assert out[:, 0].tolist() == [1, 2, 103, 104, 5, 6]
@@ -165,14 +168,14 @@ def test_positions_that_are_not_known_are_refused(model: Net) -> None:
     plan = fh.Plan(fh.keep("first", at=-1)).prepare(model)
     request, other = plan.open(), opened(model, fh.keep("first"))
     batch = fh.batch({other: 0, request: 1}, size=ROWS)
-    with pytest.raises(fh.RowsError, match="give it positions") as refused, batch:
+    with pytest.raises(fh.errors.RowsError, match="give it positions") as refused, batch:
         pass
     assert refused.value.member is request
     batch = fh.batch({other: 0, request: 1}, positions=torch.arange(ROWS))
-    with pytest.raises(fh.RowsError, match="give lengths") as refused, batch:
+    with pytest.raises(fh.errors.RowsError, match="give lengths") as refused, batch:
         pass
     batch = fh.batch({other: 0}, positions=torch.zeros(ROWS, 2, dtype=torch.long))
-    with pytest.raises(fh.RowsError, match=r"shape \(rows,\)"), batch:
+    with pytest.raises(fh.errors.RowsError, match=r"shape \(rows,\)"), batch:
         pass
     with fh.batch({other: 0, request: 1}, positions=torch.arange(ROWS), lengths={request: 2}):
         model(numbered())
@@ -188,7 +191,7 @@ def test_sites_are_those_that_are_open_as_the_batch_is_entered(model: Net) -> No
     made = fh.batch({request: 0}, size=ROWS)
     with (
         fh.rows.sites(model, "second", max_requests=1, max_rows=8, width=WIDTH),
-        pytest.raises(fh.RowsError, match="no site"),
+        pytest.raises(fh.errors.RowsError, match="no site"),
         made,
     ):
         pass
@@ -214,7 +217,7 @@ def test_a_call_with_other_rows_than_the_batch_reads_nobodys(
     assert out.tolist() == numbered(rows).tolist()
     assert not reads.acts
     for request, name in ((reads, "first"), (steers, "second")):
-        assert isinstance(request.error, fh.RowsError)
+        assert isinstance(request.error, fh.errors.RowsError)
         assert f"site '{name}', which has a tensor with {rows} rows" in str(request.error)
 
 
@@ -251,8 +254,8 @@ def test_an_output_of_another_kind_fails_those_with_hooks_there(
     other = opened(model, fh.keep("first"), adding("head"))
     with fh.batch({keeps: 0, steers: 1, other: 2}, size=ROWS):
         out = model(numbered())
-    assert isinstance(keeps.error, fh.RowsError)
-    assert isinstance(steers.error, fh.RowsError)
+    assert isinstance(keeps.error, fh.errors.RowsError)
+    assert isinstance(steers.error, fh.errors.RowsError)
     assert other.error is None
     assert other.acts["first"][:, 0].tolist() == [3]
     assert out[:, 0].tolist() == [1, 2, 103, 4, 5, 6]
@@ -346,7 +349,7 @@ def test_a_request_that_ends_within_a_call_is_steered_and_kept_no_more(
 def test_members_of_silent_sites_are_told_of(model: Net, sites: Any) -> None:
     ran, silent = opened(model, fh.keep("first")), opened(model, adding("head"))
     batch = fh.batch({ran: 0, silent: 1}, size=ROWS)
-    with pytest.warns(fh.NeverFiredWarning), batch:
+    with pytest.warns(fh.errors.NeverFiredWarning), batch:
         model.first(numbered())
     assert batch.silent == [silent]
     assert not sites.closed
@@ -425,7 +428,7 @@ def test_two_threads_do_not_take_the_sites_from_each_other(model: Net, sites: An
         try:
             with fh.batch({second: 0}, size=ROWS):
                 pass
-        except fh.RowsError as error:
+        except fh.errors.RowsError as error:
             refused.append(error)
 
     with fh.batch({first: 0}, size=ROWS):
@@ -511,7 +514,7 @@ def test_sites_stay_open_without_their_handle_and_go_with_their_model() -> None:
     fh.rows.sites(model, "*", max_requests=2, max_rows=8, width=WIDTH)
     gc.collect()
     request = opened(model, adding("first"))
-    with pytest.raises(fh.RowsError, match="give it size"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="give it size"), fh.batch({request: 0}):
         pass
     with fh.batch({request: 0}, size=ROWS):
         assert model(numbered())[:, 0].tolist() == [101, 2, 3, 4, 5, 6]

@@ -105,7 +105,7 @@ def batches(draw: Any) -> list[tuple[int, range, int]]:
     return members
 
 
-def run(model: nn.Module, call: Any, own: list[fh.Prepared], batch: Any, x: Tensor) -> Any:
+def run(model: nn.Module, call: Any, own: list[fh.typing.Prepared], batch: Any, x: Tensor) -> Any:
     """The output of a call, and the captures of its members."""
     requests = [own[number].open() for number, _, _ in batch]
     positions = torch.zeros(ROWS, dtype=torch.long)
@@ -119,7 +119,7 @@ def run(model: nn.Module, call: Any, own: list[fh.Prepared], batch: Any, x: Tens
     return output, [dict(each.acts) for each in requests]
 
 
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 @settings(max_examples=amount(30, whole=400), deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     dtypes=st.sampled_from(DTYPES),
@@ -231,7 +231,7 @@ def test_what_sites_cannot_do_is_refused(entries: list[Any], words: str) -> None
     model = model_of(torch.float32)
     with fh.rows.sites(model, SITES, max_requests=2, max_rows=8, kinds=(fh.Scale, fh.Ablate)):
         request = fh.Plan(*entries).prepare(model).open()
-        with pytest.raises(fh.RowsError, match=words), fh.batch({request: 0}, size=4):
+        with pytest.raises(fh.errors.RowsError, match=words), fh.batch({request: 0}, size=4):
             pass
 
 

@@ -84,7 +84,7 @@ def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) 
         run = torch.compile(model, backend=traces, fullgraph=True) if in_graph else model
         x = torch.randn(12, WIDTH)
         assert torch.equal(run(x), by_hand(model, x, [])[-1])
-        live: list[tuple[Any, fh.Prepared, list[Tensor], bool]] = []
+        live: list[tuple[Any, fh.typing.Prepared, list[Tensor], bool]] = []
         traced = traces.count
         changes = 0
         while changes < (1000 if in_graph else 50):
@@ -240,21 +240,24 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         for plan, message in refused:
             request = plan.prepare(model).open()
             batch = fh.batch({fine: 0, request: 1}, size=4)
-            with pytest.raises(fh.RowsError, match=message) as raised, batch:
+            with pytest.raises(fh.errors.RowsError, match=message) as raised, batch:
                 pass
             assert raised.value.member is request
         with (
-            pytest.raises(fh.RowsError, match="requests of plans"),
+            pytest.raises(fh.errors.RowsError, match="requests of plans"),
             fh.batch({fine: 0, fh.scope(): 1}, size=4),
         ):
             pass
-        with pytest.raises(fh.RowsError, match="room for 4 rows"), fh.batch({fine: 4}, size=5):
+        with (
+            pytest.raises(fh.errors.RowsError, match="room for 4 rows"),
+            fh.batch({fine: 4}, size=5),
+        ):
             pass
-        with pytest.raises(fh.RowsError, match="dimension"), fh.batch({fine: 0}, dim=1):
+        with pytest.raises(fh.errors.RowsError, match="dimension"), fh.batch({fine: 0}, dim=1):
             pass
         more = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model).open()
         with (
-            pytest.raises(fh.RowsError, match="room for 1 plans"),
+            pytest.raises(fh.errors.RowsError, match="room for 1 plans"),
             fh.batch({fine: 0, more: 1}, size=4),
         ):
             pass
@@ -283,12 +286,12 @@ def test_captures_of_two_calls_in_a_batch_are_told_of(model: Model) -> None:
             model(torch.randn(4, WIDTH))
             model(torch.randn(4, WIDTH))
         assert "2 times" in str(request.error)
-        with pytest.warns(fh.NeverFiredWarning), fh.batch({silent: 0}, size=4):
+        with pytest.warns(fh.errors.NeverFiredWarning), fh.batch({silent: 0}, size=4):
             pass
         big = fh.Plan(fh.keep("layers.*", max_bytes=WIDTH * 4 * 2)).prepare(model).open()
         with fh.batch({big: 0}, size=4):
             model(torch.randn(4, WIDTH))
-        assert isinstance(big.error, fh.CaptureBudgetError)
+        assert isinstance(big.error, fh.errors.CaptureBudgetError)
 
 
 @pytest.mark.cuda

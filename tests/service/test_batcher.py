@@ -355,7 +355,9 @@ def test_bad_sizes_are_refused(make: Any) -> None:
 def test_wrong_numbers_of_rows_are_refused(make: Any, model: Recorder, said: int) -> None:
     batcher = make(max_requests=2)
     futures = [send(batcher, 1), batcher.submit(number(2, 2), rows=said)]
-    with pytest.raises(fh.RowsError, match=rf"made \(2,\) of items of {said} rows in dimension 0"):
+    with pytest.raises(
+        fh.errors.RowsError, match=rf"made \(2,\) of items of {said} rows in dimension 0"
+    ):
         futures[1].result(LIMIT)
     assert futures[0].result(LIMIT).value == [2.0]
     assert model.batches == [[1]]

@@ -123,7 +123,7 @@ def test_rows_of_another_dimension(model: Model, plans: PreparedPlans) -> None:
 def test_counts_are_of_the_request(model: Model, plans: PreparedPlans, send_all: Any) -> None:
     prepared, groups = plans.prepare(fh.Plan()), []
 
-    def opened() -> fh.Request:
+    def opened() -> fh.typing.Request:
         request = prepared.open()
         groups.append(fh.register(model, ["first", "second"], CallCounter(), scope=request))
         return request
@@ -149,7 +149,7 @@ def python_hook(_module: object, *others: Tensor) -> Tensor:
     ],
     ids=["function", "typed", "backward", "grads", "stop"],
 )
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 def test_plans_that_may_hold_others_up_get_a_forward_of_their_own(
     model: Model, send_all: Any, entry: Any, value: Any
 ) -> None:
@@ -192,7 +192,7 @@ class Skipping(Model):
 )
 @pytest.mark.parametrize("model", [Skipping()])
 def test_modules_that_never_ran_are_warned_of(model: Model, send_all: Any, silent: fh.Plan) -> None:
-    with pytest.warns(fh.NeverFiredWarning, match="'second'"):
+    with pytest.warns(fh.errors.NeverFiredWarning, match="'second'"):
         answers = send_all(add(1), silent)
     assert [each.shared for each in answers] == [2, 2]
 
@@ -207,7 +207,7 @@ def test_what_has_no_rows_is_captured_in_a_forward_of_its_own(model: Model, send
 
 def test_a_budget_is_that_of_the_request(send_all: Any) -> None:
     answers = send_all(KEEP, fh.Plan(fh.keep("second", max_bytes=3)), KEEP)
-    assert isinstance(answers[1], fh.CaptureBudgetError)
+    assert isinstance(answers[1], fh.errors.CaptureBudgetError)
     assert [each.value for each in (answers[0], answers[2])] == [[[0.0]], [[20.0]]]
     assert [each.shared for each in (answers[0], answers[2])] == [3, 3]
 
@@ -270,7 +270,7 @@ def test_an_answered_request_is_freed_without_a_collection(
 ) -> None:
     prepared, items, requests = plans.prepare(add(1) + KEEP), [], []
 
-    def opened() -> fh.Request:
+    def opened() -> fh.typing.Request:
         request = prepared.open()
         requests.append(weakref.ref(request))
         return request

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from examples.service.encoder import Encoder
 
 # The service also reports modules that never ran, as null in the response.
-pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 TOGETHER = dataclasses.replace(SETTINGS, threads=1, max_wait=LIMIT)
 """Requests wait until the forward is full: `max_requests` of them."""
 

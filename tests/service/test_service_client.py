@@ -56,7 +56,7 @@ def test_modules_that_never_ran_are_told(url: str) -> None:
         found = client.embed(TEXTS, fh.Plan(fh.keep(name)))
     # The service warns in this process as well.
     (warning,) = [it for it in caught if it.filename == __file__]
-    assert warning.category is fh.NeverFiredWarning
+    assert warning.category is fh.errors.NeverFiredWarning
     assert name in str(warning.message)
     assert not found.captures
 

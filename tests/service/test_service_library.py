@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 # The service also reports modules that never ran, as null in the response.
-pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 
 
 class Doubling(nn.Module):
@@ -153,7 +153,7 @@ def test_a_deadline_that_nothing_asked_for_raises_at_the_end_of_its_block() -> N
     with never, deadline(0.0):
         reached.append(model(x))
     assert reached == [6]
-    told = pytest.warns(fh.NeverFiredWarning, match=r"nothing checked .* pass the model")
+    told = pytest.warns(fh.errors.NeverFiredWarning, match=r"nothing checked .* pass the model")
     with told as warned, deadline(LIMIT):
         assert model(x) == 6
     assert warned[0].filename == __file__

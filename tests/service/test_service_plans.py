@@ -118,6 +118,30 @@ def test_limits_and_tensors_are_those_of_from_json() -> None:
         plan_of(3)
 
 
+@pytest.mark.parametrize(
+    ("entry", "option"),
+    [
+        (fh.keep("1", slice=7), "slice"),
+        (fh.keep("1", stop=True), "stop"),
+        (fh.keep("1", device="meta"), "device"),
+        (fh.on("0", fh.Zero(), on_error="ignore"), "on_error"),
+        (fh.on("0", fh.Zero(), at="generated"), "at"),
+        (fh.keep("1", grads=True), "gradients"),
+    ],
+)
+def test_options_that_a_service_refuses_are_named(entry: Any, option: str) -> None:
+    refuse = {"slice", "stop", "device", "on_error", "at", "gradients"}
+    plan = fh.Plan(fh.keep("0"), entry)
+    for body in (plan, plan.to_json(), json.loads(plan.to_json())):
+        with pytest.raises(ValueError, match=rf"^entries\[1\]: leave out {option}$"):
+            plan_of(body, refuse=refuse)
+        assert plan_of(body, refuse=refuse - {option}) == plan
+    with pytest.raises(fh.HookTypeError, match=r"collection of .*slice.*; got 'slize'"):
+        plan_of(plan, refuse={"slize"})
+    with pytest.raises(fh.HookTypeError, match="got 'slice'"):
+        plan_of(plan, refuse="slice")
+
+
 def test_equal_plans_are_prepared_once(model: nn.Sequential) -> None:
     plans = PreparedPlans(model)
     frames = set()
@@ -149,7 +173,7 @@ def test_the_least_recently_used_is_closed_after_its_last_request(at: int | None
     def prepared() -> int:
         """Number of plans whose hooks stand in the model."""
         everything = gc.get_objects()
-        return sum(type(it) is fh.Prepared and it.model is model for it in everything)
+        return sum(type(it) is fh.typing.Prepared and it.model is model for it in everything)
 
     with plans.open(plan(1)):
         with plans.open(plan(2)), plans.open(plan(3)):
@@ -213,20 +237,26 @@ def test_captures_share_the_budget_of_a_request(model: nn.Sequential) -> None:
             model(torch.zeros(16))
         assert uneven.acts.nbytes == 64
     with (
-        pytest.raises(fh.CaptureBudgetError, match="max_bytes=64"),
+        pytest.raises(fh.errors.CaptureBudgetError, match="max_bytes=64"),
         plans.open(fits + fh.Plan(fh.keep(""))) as request,
     ):
         model(x)
     assert list(request.acts) == ["0", "1"]
-    with pytest.raises(fh.CaptureBudgetError), plans.open(fh.Plan(fh.keep("0", max_bytes=31))):
+    with (
+        pytest.raises(fh.errors.CaptureBudgetError),
+        plans.open(fh.Plan(fh.keep("0", max_bytes=31))),
+    ):
         model(x)
-    with pytest.raises(fh.CaptureBudgetError), plans.open(fh.Plan(fh.keep("0", max_bytes=2**40))):
+    with (
+        pytest.raises(fh.errors.CaptureBudgetError),
+        plans.open(fh.Plan(fh.keep("0", max_bytes=2**40))),
+    ):
         model(torch.zeros(17))
 
 
 def test_the_warning_of_a_plan_points_at_the_block(model: nn.Sequential) -> None:
     with (
-        pytest.warns(fh.NeverFiredWarning, match="'1'") as told,
+        pytest.warns(fh.errors.NeverFiredWarning, match="'1'") as told,
         PreparedPlans(model).open(adding(1)),
     ):
         pass

@@ -64,7 +64,7 @@ def test_a_stopping_watch_raises_in_that_call(model: nn.Sequential) -> None:
     model[1].added = math.nan
     with fh.nan_watch(model, stop=True) as watch:
         for _ in range(2):
-            with pytest.raises(fh.NonFiniteError, match="first in the output of '1'"):
+            with pytest.raises(fh.errors.NonFiniteError, match="first in the output of '1'"):
                 model(X)
         with pytest.raises(FloatingPointError):
             model(X)
@@ -116,17 +116,17 @@ def test_no_step_is_made_on_gradients_that_stop(model: nn.Sequential) -> None:
     with fh.nan_watch(model, optimizer=optimizer, gradients=True, stop=True) as watch:
         model(X).sum().backward()
         with pytest.raises(
-            fh.NonFiniteError, match="batch 0, first in the gradient of the output of '0'"
+            fh.errors.NonFiniteError, match="batch 0, first in the gradient of the output of '0'"
         ):
             optimizer.step()
     assert torch.equal(model[2].weight, before)
     assert watch.step == 0
     with fh.nan_watch(model, gradients=True, stop=True) as watch:
         model(X).sum().backward()
-        with pytest.raises(fh.NonFiniteError):
+        with pytest.raises(fh.errors.NonFiniteError):
             watch.check()
         model(X).sum().backward()
-        with pytest.raises(fh.NonFiniteError, match="batch 1"):
+        with pytest.raises(fh.errors.NonFiniteError, match="batch 1"):
             model(X)
     with fh.nan_watch(model, gradients=True) as watch:
         model(X).sum().backward()
@@ -142,7 +142,7 @@ def test_calls_that_raise_are_looked_at_and_keep_their_error(model: nn.Sequentia
         with fh.register(model, "2", fail), pytest.raises(ZeroDivisionError):
             model(X)
         assert watch.batches == 1
-        with pytest.raises(fh.NonFiniteError, match="batch 0, first in the output of '1'"):
+        with pytest.raises(fh.errors.NonFiniteError, match="batch 0, first in the output of '1'"):
             watch.check()
     with (
         fh.nan_watch(model, stop=True) as watch,

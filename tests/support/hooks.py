@@ -23,9 +23,9 @@ TYPED: dict[str, Any] = {
 }
 
 
-def register(module: Any, phase: str, hook: Any, **options: Any) -> fh.HookHandle:
+def register(module: Any, phase: str, hook: Any, **options: Any) -> fh.typing.HookHandle:
     handle = getattr(module, PHASES[phase])(hook, **options)
-    assert isinstance(handle, fh.HookHandle)
+    assert isinstance(handle, fh.typing.HookHandle)
     return handle
 
 

@@ -89,7 +89,7 @@ class Probe:
         call.kwargs = {"scale": 2 * kwargs["scale"]}
         return args, call.kwargs
 
-    def register(self, hooked: Module, kind: str, **options: Any) -> fh.HookHandle:
+    def register(self, hooked: Module, kind: str, **options: Any) -> fh.typing.HookHandle:
         # A bound method: the registry alone keeps the probe alive.
         body = getattr(self, kind)
         if kind in {"kwargs", "kwargs_pre", "scaling"}:

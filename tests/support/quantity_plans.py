@@ -167,7 +167,7 @@ ABSENT = {"logits", "pattern"}
 """Kinds of quantities that engines do not have."""
 
 
-def differing(model: Any, table: Mapping[str, fh.Quantity]) -> set[str]:
+def differing(model: Any, table: Mapping[str, fh.typing.Quantity]) -> set[str]:
     """Returns the kinds of the quantities that only one has, transformers or an engine."""
     example = torch.tensor([*PROMPTS[:1], *PROMPTS[:1]])
     own = fh.quantities(model, input_ids=example)

@@ -499,7 +499,7 @@ def test_captures_and_scopes_keep_no_tensor_alive(model: Stack, option: str) -> 
                     fh.capture(model, "layers.*", **OPTIONS[option]) as acts,
                 ):
                     model(x, error).sum().backward()
-            except (FailureError, fh.CaptureBudgetError) as caught:
+            except (FailureError, fh.errors.CaptureBudgetError) as caught:
                 caught.__traceback__ = None
             assert group.removed
             assert len(acts) >= FAILS
@@ -523,7 +523,7 @@ def test_captured_tensors_are_freed_with_the_cache_without_the_collector(
         try:
             with fh.capture(model, "layers.*", **OPTIONS[option]) as acts:
                 model(x).sum().backward()
-        except fh.CaptureBudgetError as caught:
+        except fh.errors.CaptureBudgetError as caught:
             caught.__traceback__ = None
         left = references(acts)
         assert len(left) >= 3

@@ -64,7 +64,7 @@ class Mix:
             probe.register(self.hooked, kind, priority=1)
             for probe, kind in zip(self.switched, ("typed_pre", "kwargs", "typed"), strict=True)
         ]
-        self.removed: list[tuple[fh.HookHandle, list[int]]] = []
+        self.removed: list[tuple[fh.typing.HookHandle, list[int]]] = []
         self.sampled: list[weakref.ref[Probe]] = []
 
     def call(self, thread: int) -> None:
@@ -78,7 +78,7 @@ class Mix:
 
     def register(self, seed: int) -> None:
         choose = random.Random(seed)  # noqa: S311 (not for cryptography)
-        mine: list[tuple[fh.HookHandle, Probe]] = []
+        mine: list[tuple[fh.typing.HookHandle, Probe]] = []
 
         def remove_one() -> None:
             handle, probe = mine.pop(choose.randrange(len(mine)))

@@ -130,14 +130,14 @@ def test_hooks_that_remove_each_other_fire_once() -> None:
     rounds = 500
     for _ in range(rounds // 10):
         hooked: Module = fh.HookedModule(Echo())
-        handles: list[fh.HookHandle] = []
+        handles: list[fh.typing.HookHandle] = []
         bodies: list[int] = []
 
         def remove_all(
             module: Any,
             args: Any,
             output: Any,
-            handles: list[fh.HookHandle] = handles,
+            handles: list[fh.typing.HookHandle] = handles,
             bodies: list[int] = bodies,
         ) -> None:
             for handle in handles:

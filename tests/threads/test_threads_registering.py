@@ -93,7 +93,7 @@ def test_a_handle_removed_by_all_threads_at_once_is_removed_once() -> None:
 def test_concurrent_clearing_and_registering_lose_no_hook() -> None:
     each = 5_000
     hooked: Module = fh.HookedModule(Echo())
-    handles: list[fh.HookHandle] = []
+    handles: list[fh.typing.HookHandle] = []
     probes: list[weakref.ref[Probe]] = []
 
     def registering() -> None:

@@ -167,7 +167,7 @@ def test_resources_of_a_hook_can_be_freed_after_waiting() -> None:
             hooked(thread)
         working.acquire()
 
-    handles: list[fh.HookHandle] = []
+    handles: list[fh.typing.HookHandle] = []
 
     def freeing() -> None:
         try:

@@ -102,7 +102,7 @@ class ByHand:
 @ats
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 def test_positions_in_generate(
     pair: tuple[Any, str], at: Any, by_hand: Any, side: str, use_cache: bool
 ) -> None:

@@ -57,7 +57,7 @@ def prompt(length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 32, (1, length), generator=generator)
 
 
-def rows_of(request: fh.Request, name: str = LAYER) -> list[Tensor]:
+def rows_of(request: fh.typing.Request, name: str = LAYER) -> list[Tensor]:
     """The rows of each call."""
     return [*request.acts[name]] if name in request.acts else []
 
@@ -82,7 +82,7 @@ def kept(model: Any, at: Any, call: Callable[[], Any], **opened: Any) -> tuple[A
     return result, rows_of(request)
 
 
-quiet = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+quiet = pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 
 
 @quiet

@@ -33,7 +33,7 @@ LAYER = "model.layers.0"
 FACTOR = -0.7
 NEW = 5
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning"),
+    pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning"),
     # Names of arguments that older versions have.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

@@ -262,7 +262,7 @@ def test_members_of_a_batch_that_has_no_positions(model: Any, ids: Tensor) -> No
     torch.testing.assert_close(logits[2, 1:], plain[0, 1:])
 
 
-@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
 def test_a_batch_with_positions_refuses_them(model: Any, ids: Tensor) -> None:
     with fh.Plan(fh.keep(LAYER, at=0)).prepare(model) as prepared:
         requests = [prepared.open() for _ in range(2)]

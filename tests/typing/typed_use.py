@@ -59,10 +59,12 @@ assert_type(double(torch.ones(1)), Tensor)
 fh.ForwardHook(lambda _input, _output: 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 fh.ForwardPreHook(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-assert_type(hooked.register_forward_pre_hook(double), fh.HookHandle)
-assert_type(hooked.register_forward_hook(watch, priority=1, on_error="disable"), fh.HookHandle)
-assert_type(hooked.register_full_backward_hook(watch_grads, prepend=True), fh.HookHandle)
-assert_type(hooked.register_backward_hook(watch_grads), fh.HookHandle)
+assert_type(hooked.register_forward_pre_hook(double), fh.typing.HookHandle)
+assert_type(
+    hooked.register_forward_hook(watch, priority=1, on_error="disable"), fh.typing.HookHandle
+)
+assert_type(hooked.register_full_backward_hook(watch_grads, prepend=True), fh.typing.HookHandle)
+assert_type(hooked.register_backward_hook(watch_grads), fh.typing.HookHandle)
 hooked.register_forward_hook(watch, on_error="explode")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 hooked.register_forward_hook(double)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 hooked.register_full_backward_pre_hook(double)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -80,7 +82,7 @@ def keywords(
 
 
 with hooked.register_forward_hook(plain) as handle:
-    assert_type(handle, fh.HookHandle)
+    assert_type(handle, fh.typing.HookHandle)
     assert_type(handle.id, int)
     assert_type(handle.calls, int)
     handle.priority = 3
@@ -99,9 +101,9 @@ fh.Add(torch.ones(4), foo="x")  # type: ignore[call-arg]  # pyright: ignore[repo
 fh.Zero(1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 norms = fh.detectors.NormDetector()
-assert_type(hooked.register_forward_hook(norms), fh.HookHandle)
-assert_type(hooked.register_forward_pre_hook(norms), fh.HookHandle)
-assert_type(fh.register(hooked, "", norms), fh.HandleGroup)
+assert_type(hooked.register_forward_hook(norms), fh.typing.HookHandle)
+assert_type(hooked.register_forward_pre_hook(norms), fh.typing.HookHandle)
+assert_type(fh.register(hooked, "", norms), fh.typing.HandleGroup)
 fh.register(hooked, "", watch, phase="sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 fh.register(hooked, "", watch, on_error="explode")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 fh.on("", watch, phase="sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -112,7 +114,7 @@ norms.merge(fh.detectors.CallCounter())  # type: ignore[arg-type]  # pyright: ig
 
 with fh.data.LocalStore("folder") as local:
     assert_type(local, fh.data.LocalStore)
-    assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
+    assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.typing.Collected)
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
 
 

@@ -14,9 +14,6 @@ from ferrohook.data.stores.local import LocalStore as LocalStore
 from ferrohook.data.stores.memory import MemoryStore as MemoryStore
 from ferrohook.data.stores.store import DamagedBatch as DamagedBatch
 from ferrohook.data.stores.store import Store as Store
-from ferrohook.errors import ResumeError as ResumeError
-from ferrohook.errors import StoreError as StoreError
-from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 
 __all__ = [
     "ActivationDataset",
@@ -24,10 +21,7 @@ __all__ = [
     "DamagedBatch",
     "LocalStore",
     "MemoryStore",
-    "ResumeError",
     "Store",
-    "StoreError",
-    "UnverifiedWarning",
 ]
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 Phase: TypeAlias = Literal["forward_pre", "forward", "backward_pre", "backward"]
+"""Phase of a call."""
 OnError: TypeAlias = Literal["raise", "disable", "ignore"]
+"""Effect of an exception in a hook: raise it, disable the hook, or ignore it."""
 Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
 
 if TYPE_CHECKING:

@@ -27,6 +27,9 @@ _Single: TypeAlias = (
 _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
 Chosen: TypeAlias = "_Single | _Union"
 Selector: TypeAlias = "Chosen | None"
+"""Modules of a model, see `select`: a path, glob, regex, module, class, predicate, or a list of
+these; None for all.
+"""
 
 
 def select(

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from ferrohook.tokens.positions import At
     from ferrohook.tokens.sequences import TokenStack
 
-    Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
+Hook: TypeAlias = "Callable[..., Any] | TypedHook | NativeDetector | Intervention"
+"""Hook: a callable of PyTorch's contract, a typed hook, a detector or an intervention."""
 
 
 class HandleGroup(AttachmentContext):

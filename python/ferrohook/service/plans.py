@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
+from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
+from ferrohook.plans.needs import NEEDS
 from ferrohook.util.arguments import describe
 
 
-def plan_of(body: Any, **limits: Any) -> Plan:
+def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     """Reads a plan from a request's JSON body: the validator of `PlanBody`.
 
     Limit the size of bodies too: keys that come twice, and the text's length, are checked in text
@@ -20,25 +22,37 @@ def plan_of(body: Any, **limits: Any) -> Plan:
 
     Args:
         body: JSON text, its parsed value from a framework, or a plan; the limits hold for each.
+        refuse: options that no entry may have, such as `slice`, `stop`, `device` and `on_error`.
         **limits: `tensors` and limits of `Plan.from_json`.
 
     Raises:
-        ValueError: the body is no plan or exceeds a limit; names the entry. As a validator's error
-            FastAPI answers it with status 422.
-        HookTypeError: limits for a plan that JSON does not know, see `Plan.to_json`.
+        ValueError: the body is no plan, exceeds a limit or has a refused option; names the entry.
+            As a validator's error FastAPI answers it with status 422.
+        HookTypeError: limits for a plan that JSON does not know, see `Plan.to_json`, or `refuse`
+            has a name that is no option.
 
     Examples:
-        >>> short = PlainValidator(partial(plan_of, max_entries=4))
+        >>> short = PlainValidator(partial(plan_of, max_entries=4, refuse={"slice", "stop"}))
         >>> ShortPlan = Annotated[fh.Plan, short]
     """
+    if isinstance(refuse, str) or (unknown := set(refuse) - NEEDS):
+        names = repr(refuse) if isinstance(refuse, str) else ", ".join(map(repr, unknown))
+        msg = f"refuse is a collection of {', '.join(sorted(NEEDS))}; got {names}"
+        raise HookTypeError(msg)
     if isinstance(body, Plan):
+        plan = body
         if limits:  # checked where plans are read
             Plan.from_json(body.to_json(), **limits)
-        return body
-    if not isinstance(body, str | bytes | Mapping):
+    elif isinstance(body, str | bytes | Mapping):
+        plan = Plan.from_json(body, **limits)
+    else:
         msg = f"a plan is an object, got {describe(body)}"
         raise ValueError(msg)  # noqa: TRY004 (pydantic's way to refuse)
-    return Plan.from_json(body, **limits)
+    for number, entry in enumerate(plan.entries):
+        if found := entry.needs & set(refuse):
+            msg = f"entries[{number}]: leave out {', '.join(sorted(found))}"
+            raise ValueError(msg)
+    return plan
 
 
 PLAN_SCHEMA: Final = {

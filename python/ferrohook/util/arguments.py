@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from types import UnionType
 
 OutputIndex: TypeAlias = "int | str | tuple[int | str, ...] | None"
-"""Index, key or attribute of a part of a value; a tuple of them is the path of a nested part."""
+"""Part of a module's value: an index, key, attribute or `"sum"`; a tuple of these is the path of a
+nested part. None: the whole.
+"""
 COPIES = ("checked", "clone", "ref")
 """Values of the option `copy` of a capture."""
 

@@ -165,7 +165,7 @@ def test_detectors_save_to_their_store(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found["activations"], output)
         assert found["sum"] == output.sum()
     store.close()
-    with pytest.raises(fh.data.StoreError, match="closed"):
+    with pytest.raises(fh.errors.StoreError, match="closed"):
         detector.save("run", 2)
     layers.unregister_hook(detector)
     with pytest.raises(fh.HookError, match="on no layer"):

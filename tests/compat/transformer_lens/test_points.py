@@ -222,7 +222,7 @@ def test_captures_scopes_and_summaries_work_on_points(model: Model, x: torch.Ten
     assert not acts[MID].any()
     assert not model.hook_dict[MID].has_hooks()
     handle = model.hook_dict[MID].register_forward_hook(lambda module, args, out: out * 0)
-    assert isinstance(handle, fh.HookHandle)
+    assert isinstance(handle, fh.typing.HookHandle)
     with fh.instrument(model):
         pass
     with fh.capture(model, MID) as acts:

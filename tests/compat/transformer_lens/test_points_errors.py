@@ -218,7 +218,7 @@ def test_layer_of_a_name_without_one_raises(name: str | None) -> None:
 def test_a_named_point_that_never_ran_warns(model: Model, x: torch.Tensor) -> None:
     model.hook_spare = HookPoint()
     model.setup()
-    with pytest.warns(fh.NeverFiredWarning, match="'hook_spare' was selected and never ran"):
+    with pytest.warns(fh.errors.NeverFiredWarning, match="'hook_spare' was selected and never ran"):
         _, cache = model.run_with_cache(x, names_filter=["hook_spare", MID])
     assert list(cache) == [MID]
     model.run_with_cache(x)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from support.batches.oracle import Oracle
 
-REFUSALS = (fh.RowsError, fh.HookTypeError, ValueError, TypeError)
+REFUSALS = (fh.errors.RowsError, fh.HookTypeError, ValueError, TypeError)
 OWN = str(Path(fh.__file__).parent)
 """Only here interrupts come: whether torch's functions run depends on its caches."""
 
@@ -483,7 +483,7 @@ class Run:
             for each in live:
                 if self.case.members[each].way == "capture" and self.members[each].closed:
                     self.ended.setdefault(number, []).append(each)
-        except fh.RowsError:
+        except fh.errors.RowsError:
             pass
 
     def _nested(self, number: int, step: Step) -> tuple[str, list[Seen]]:
@@ -726,7 +726,7 @@ def mismatched_error(case: Case, owner: Any, member: Any) -> str | None:
     # torch has few operations for float8: what cannot be written fails whose it is.
     if error is None or case.dtype == values.FLOAT8:
         return None
-    told = [str(error)] if isinstance(error, fh.RowsError) else []
+    told = [str(error)] if isinstance(error, fh.errors.RowsError) else []
     told += getattr(error, "__notes__", [])
     for each in told:
         kind = re.search(r" hook (\w+) kind ", each)
@@ -863,7 +863,7 @@ class Readers:
 
     def read_all(self, member: Any) -> None:
         """Reads all that a member captured so far; `first_mismatch` compares it at the end."""
-        if isinstance(member, fh.Scope) and not isinstance(member, fh.Request):
+        if isinstance(member, fh.Scope) and not isinstance(member, fh.typing.Request):
             return
         try:
             names = [*member.acts]
@@ -872,7 +872,7 @@ class Readers:
         for name in names:
             with contextlib.suppress(fh.StaleActivationError):
                 flat(member.acts[name])
-            if isinstance(member, fh.Request):
+            if isinstance(member, fh.typing.Request):
                 with contextlib.suppress(fh.HookError):  # of a batch without positions
                     member.acts.positions(name)
 
