@@ -22,7 +22,8 @@ class Add(Intervention):
     """Adds `scale * vector` to the tensor.
 
     Args:
-        vector: broadcasts to the tensor; usually of the width of its last dimension.
+        vector: broadcasts to the tensor; usually of the width of its last dimension. For the
+            channels of images (batch, channels, height, width), `vector[:, None, None]`.
         scale: a factor.
         output_index: the changed tensor, see `Intervention`.
 

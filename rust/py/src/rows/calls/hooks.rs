@@ -130,9 +130,9 @@ impl FoundHooks {
         let mut all = Vec::new();
         match self {
             Self::Merged(merged) => {
-                for member in &merged.members {
-                    for entry in &member.entries {
-                        all.push(log(member.number, entry, 0)?);
+                for (number, entries) in &merged.members {
+                    for entry in entries {
+                        all.push(log(*number, entry, 0)?);
                     }
                 }
             }

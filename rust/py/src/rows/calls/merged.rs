@@ -4,7 +4,6 @@ use std::any::TypeId;
 use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Entry;
-use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,33 +13,45 @@ use crate::hooks::hook::Hook;
 use crate::rows::calls::merging::{Joint, Merging};
 use crate::torch::tensors::tensors_of;
 
+/// Hooks of a member in firing order.
+type Entries = Box<[Arc<Entry<Hook>>]>;
+
+/// Kind of a stage. True for captures, which run last, and the hooks' class.
+pub type StageKind = (bool, TypeId);
+
 /// Member all of whose hooks merge with other members': interventions first, then captures.
 pub struct Simple {
     pub number: usize,
-    pub entries: Box<[Arc<Entry<Hook>>]>,
+    pub entries: Entries,
     /// Of each hook.
-    pub merging: Vec<Merging>,
-    /// Of each hook.
-    pub kinds: Vec<StageKind>,
+    pub merging: Vec<(StageKind, Merging)>,
 }
-
-/// Stage: kind of hooks that run as one. True for captures, which run last, and the hooks' class.
-pub type StageKind = (bool, TypeId);
-
-/// A hook of a member: index of the member in the merged members, and index of the hook.
-pub type HookAt = (usize, usize);
-
-/// Hooks that run as one, of a member each.
-type Stage = Box<[HookAt]>;
 
 /// Members of a batch whose hooks for a module merge.
 pub struct MergedHooks {
-    pub members: Vec<Simple>,
+    /// Number and hooks of each member.
+    pub members: Vec<(usize, Entries)>,
+    /// The same hooks, stage by stage.
+    pub stages: Vec<Stage>,
     /// True if they may be kept for later calls.
     pub last: bool,
     /// Kinds of the tensors of a value that the hooks were checked for.
     checked: OnceLock<Vec<TensorKind>>,
-    joints: Mutex<Vec<(Stage, Arc<dyn Joint>)>>,
+}
+
+/// Hooks of one kind that run as one, of a member each.
+pub struct Stage {
+    pub hooks: Vec<StageHook>,
+    /// All of them, joined.
+    joint: OnceLock<Arc<dyn Joint>>,
+}
+
+/// A hook in a stage.
+pub struct StageHook {
+    /// Number of the member.
+    pub member: usize,
+    pub entry: Arc<Entry<Hook>>,
+    pub merging: Merging,
 }
 
 /// Dtype and device of a tensor, its number of dimensions and the last of them.
@@ -52,35 +63,53 @@ struct TensorKind {
 
 impl MergedHooks {
     pub fn new(members: Vec<Simple>) -> Self {
-        let mut merging = members.iter().flat_map(|member| &member.merging);
+        let hooks = |member: Simple| {
+            let hooks: Vec<_> = member.entries.iter().cloned().zip(member.merging).collect();
+            (
+                (member.number, member.entries),
+                hooks.into_iter().peekable(),
+            )
+        };
+        let (members, mut pending): (Vec<_>, Vec<_>) = members.into_iter().map(hooks).unzip();
+        let mut stages = Vec::new();
+        // Next all pending hooks of one class, interventions before captures.
+        while let Some(kind) = pending
+            .iter_mut()
+            .filter_map(|it| Some(it.peek()?.1.0))
+            .min()
+        {
+            let next = pending
+                .iter_mut()
+                .zip(&members)
+                .filter_map(|(hooks, (member, _))| {
+                    let (entry, (_, merging)) = hooks.next_if(|(_, (of, _))| *of == kind)?;
+                    let member = *member;
+                    Some(StageHook {
+                        member,
+                        entry,
+                        merging,
+                    })
+                });
+            stages.push(Stage {
+                hooks: next.collect(),
+                joint: OnceLock::new(),
+            });
+        }
+        let mut hooks = stages.iter().flat_map(|stage| &stage.hooks);
         Self {
-            last: merging.all(|it| it.lasts && it.at.is_none()),
+            last: hooks.all(|it| it.merging.lasts && it.merging.at.is_none()),
             members,
+            stages,
             checked: OnceLock::new(),
-            joints: Mutex::default(),
         }
     }
 
     /// The members, to be run alone.
     pub fn each(&self) -> Vec<(usize, &[Arc<Entry<Hook>>])> {
         let members = self.members.iter();
-        members.map(|it| (it.number, &*it.entries)).collect()
-    }
-
-    /// Finds the joint hooks of a stage, or makes them.
-    pub fn joint(
-        &self,
-        stage: &[HookAt],
-        make: impl FnOnce() -> PyResult<Box<dyn Joint>>,
-    ) -> PyResult<Arc<dyn Joint>> {
-        let found =
-            |(of, joint): &(Stage, Arc<dyn Joint>)| (**of == *stage).then(|| Arc::clone(joint));
-        if let Some(joint) = self.joints.lock().iter().find_map(found) {
-            return Ok(joint);
-        }
-        let joint: Arc<dyn Joint> = make()?.into();
-        self.joints.lock().push((stage.into(), Arc::clone(&joint)));
-        Ok(joint)
+        members
+            .map(|(number, entries)| (*number, &**entries))
+            .collect()
     }
 
     /// True if the hooks were [checked](Self::check) for a value of such tensors.
@@ -103,13 +132,29 @@ impl MergedHooks {
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for merging in self.members.iter().flat_map(|member| &member.merging) {
-            visit.call(&merging.hook)?;
+        for stage in &self.stages {
+            for hook in &stage.hooks {
+                visit.call(&hook.merging.hook)?;
+            }
+            if let Some(joint) = stage.joint.get() {
+                joint.traverse(visit)?;
+            }
         }
-        let joints = self.joints.lock();
-        joints
-            .iter()
-            .try_for_each(|(_, joint)| joint.traverse(visit))
+        Ok(())
+    }
+}
+
+impl Stage {
+    /// Returns all of its hooks joined, by `make` the first time.
+    pub fn joint(
+        &self,
+        make: impl FnOnce() -> PyResult<Arc<dyn Joint>>,
+    ) -> PyResult<Arc<dyn Joint>> {
+        if let Some(joint) = self.joint.get() {
+            return Ok(Arc::clone(joint));
+        }
+        let joint = make()?;
+        Ok(Arc::clone(self.joint.get_or_init(|| joint)))
     }
 }
 
