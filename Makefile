@@ -89,7 +89,8 @@ loom: ## Every interleaving of the core's threads, within loom's model
 mutants: build $(needs) $(VENV)/mutants ## Share of mutants that the tests catch, of a sample; ONLY=rust/py/src/rows, PART=1/20, MINUTES=60
 	command -v cargo-mutants > /dev/null || cargo install --quiet --locked cargo-mutants
 	$(BIN)/python script/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(PART),--part $(PART)) \
-		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ROOM),--room) $(if $(RECORD),--record)
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(COMMIT),--commit $(COMMIT)) \
+		$(if $(ROOM),--room) $(if $(RECORD),--record)
 
 ##@ Lanes
 

@@ -1,6 +1,6 @@
 """Breaks a sample of the product's lines, one at a time, and counts how many the tests catch.
 
-`script/mutants.py [--part 1/20] [--only FOLDER...] [--count N] [--minutes N]` draws a fixed sample
+`script/mutants.py [--part 1/20] [--only FOLDER...] [--minutes N] [--commit C]` draws a fixed sample
 by seed: from the list of `cargo mutants` for the Rust sources, and from mutations of the Python
 sources by the operators of `mutmut` (all but string changes). Neither tool can run these tests,
 so each mutant is applied here, to a worktree of the commit below `target/mutants`. There the
@@ -8,7 +8,8 @@ extension is built, the tests of the mutated room run first and all others after
 first failure. A mutant that takes three times as long as the commit itself is caught: it loops. One
 that does not compile is not counted.
 
-Results are kept in `target/mutants/COMMIT.json`, so a sample may be run in parts. `--room` leaves
+Results are kept in `target/mutants/COMMIT.json`, so a sample may be run in parts; `--record` writes
+them to `docs/mutants.json`, with which a run of that commit starts elsewhere. `--room` leaves
 mutants that the tests of their room do not catch open; a run without it goes on with them. The
 tests of the engines vLLM and SGLang are no part of this.
 """
@@ -382,11 +383,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none after")
     parser.add_argument("--room", action="store_true", help="run the tests of the room only")
     parser.add_argument("--workers", default="auto", help="test processes")
+    parser.add_argument("--commit", default="HEAD", help="whose sources are changed")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     end = monotonic() + 60 * options.minutes
 
-    commit = output_of(["git", "rev-parse", "--short", "HEAD"]).strip()
+    commit = output_of(["git", "rev-parse", "--short=8", options.commit]).strip()
     FOLDER.mkdir(parents=True, exist_ok=True)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     check_out(commit)
@@ -394,6 +396,8 @@ def main(arguments: list[str] | None = None) -> None:
     kept = json.loads(file.read_text()) if file.exists() else {"drawn": draw(), "results": {}}
     drawn = [Mutant(*each) for each in kept["drawn"]]
     results = {key: Result(*each) for key, each in kept["results"].items()}
+    if RECORD.exists() and (recorded := json.loads(RECORD.read_text()))["commit"] == commit:
+        results = {key: Result(*each) for key, each in recorded["results"].items()} | results
     baselines = kept.setdefault("baselines", {})
     runner = Runner(options.workers, baselines)
 
@@ -416,7 +420,8 @@ def main(arguments: list[str] | None = None) -> None:
     for key in survived:
         print(f"{results[key].outcome} {key}")
     if options.record:
-        record = {"commit": commit, "seed": SEED, "folders": counts, "survived": survived}
+        outcomes = {key: (each.outcome, each.by) for key, each in sorted(results.items())}
+        record = {"commit": commit, "seed": SEED, "folders": counts, "results": outcomes}
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 
