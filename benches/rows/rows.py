@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import os
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import ferrohook as fh
 from benches.harness import Group, Row, Sampler, expect, one_thread, timed
@@ -160,6 +164,43 @@ def steered_modules() -> dict[str, Sampler]:
     }
 
 
+def peak(run: Callable[[], object]) -> int:
+    """The most bytes of tensors at a time that a run allocates."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda each: each.start_ns())
+    return max(itertools.accumulate(each.nbytes() for each in events))
+
+
+def memory() -> dict[str, Sampler]:
+    """Peaks of a layer's calls, in copies of its output."""
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    copies: dict[str, Sampler] = {}
+
+    def add(name: str, call: Callable[[torch.Tensor], object], *shape: int) -> None:
+        x = torch.randn(*shape, WIDTH)
+        with torch.no_grad():
+            call(x)  # what is made once
+        size = x.numel() * x.element_size()
+        copies[name] = lambda _seconds: peak(lambda: call(x)) / size
+
+    add("peak of a layer", plain, MOST, TOKENS)
+    for what, each, shape in (("", 1, (MOST, TOKENS)), (" in one row", TOKENS, (MOST * TOKENS,))):
+        vectors = torch.randn(MOST, WIDTH)
+        plans = [fh.Plan(fh.on("0", fh.Add(vector))) for vector in vectors]
+        loop = looped(copy.deepcopy(plain), ["0"], vectors, each)
+        batched = Batched(copy.deepcopy(plain), plans)
+        for number, request in enumerate(batched.requests):
+            batched.rows[request] = slice(number * each, (number + 1) * each)
+        x = torch.randn(*shape, WIDTH)
+        with torch.no_grad():
+            expect(torch.equal(batched(x), loop(x)), "the output of the loop")
+        add(f"peak of a layer, {MOST} requests steered{what}", batched, *shape)
+    return copies
+
+
 GROUPS = [
     Group(
         name="32 requests in a forward",
@@ -207,6 +248,21 @@ GROUPS = [
                 name=f"a module, {REQUESTS} x {TOKENS} tokens steered",
                 over=f"a module, {REQUESTS} x {TOKENS} tokens steered, a loop in PyTorch's hook",
                 bar=0.90,
+            ),
+        ],
+    ),
+    Group(
+        name="memory of a steered layer",
+        setup=memory,
+        unit="copies",
+        repeats=1,
+        rows=[
+            # The result beside the output.
+            Row(name=f"peak of a layer, {MOST} requests steered", over="peak of a layer", bar=2.0),
+            Row(
+                name=f"peak of a layer, {MOST} requests steered in one row",
+                over="peak of a layer",
+                bar=2.0,
             ),
         ],
     ),
