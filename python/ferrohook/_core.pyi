@@ -45,6 +45,7 @@ __all__ = [
     "TypedHook",
     "__version__",
     "assign_class",
+    "cache_programs",
     "crc32",
     "frames",
     "generated_class",
@@ -58,7 +59,6 @@ __all__ = [
     "refuse_async",
     "release_copy",
     "release_unused",
-    "remember_merged",
     "store_rows",
     "take_off",
     "to_device",
@@ -371,7 +371,7 @@ def store_rows(
     collector: Collector, values: list[tuple[int, Any]], positions: list[int] | None
 ) -> None: ...
 def to_device(tensor: Any, device: Any) -> Any: ...
-def remember_merged(on: bool) -> None: ...
+def cache_programs(on: bool) -> None: ...
 def name_positions(frame: Frame, ats: list[Any]) -> None: ...
 def needs_prompt(at: Any) -> bool: ...
 def places_at(at: Any, positions: list[int], prompt_length: int | None) -> list[int]: ...

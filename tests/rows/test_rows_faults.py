@@ -57,7 +57,7 @@ def numbered(rows: int) -> Tensor:
     return torch.arange(1.0, rows + 1)[:, None].expand(rows, WIDTH).contiguous()
 
 
-# --- the cache of merged hooks ----------------------------------------------------------------
+# --- the cache of programs ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["tensor", "function"])
@@ -142,13 +142,13 @@ def test_registering_elsewhere_forgets_nothing_and_results_are_those_without_rem
     a, b = (requests(model, fh.on("0", fh.Scale(factor))) for factor in (2.0, 3.0))
     outputs = []
     for on in (True, False):
-        fh._core.remember_merged(on)
+        fh._core.cache_programs(on)
         try:
             for _ in range(3):
                 with fh.batch({a: slice(0, 2), b: slice(2, 4)}):
                     outputs.append(model(numbered(4)))
         finally:
-            fh._core.remember_merged(True)
+            fh._core.cache_programs(True)
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 

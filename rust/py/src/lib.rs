@@ -84,7 +84,7 @@ mod _core {
     #[pymodule_export]
     use crate::rows::batch::BatchBase;
     #[pymodule_export]
-    use crate::rows::calls::remembered::remember_merged;
+    use crate::rows::calls::program_cache::cache_programs;
     #[pymodule_export]
     use crate::rows::tracker::TokenTracker;
     #[pymodule_export]

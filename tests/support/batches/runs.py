@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrohook as fh
-from ferrohook._core import frames, remember_merged
+from ferrohook._core import cache_programs, frames
 from support.batches import values
 from support.batches.cases import (
     ALL,
@@ -770,14 +770,14 @@ def may_be_stale(case: Case, owner: Any) -> bool:
 
 
 def difference(case: Case) -> str | None:
-    """Returns how a case differs from the oracle, with the cache of merged hooks and without."""
+    """Returns how a case differs from the oracle, with the cache of programs and without."""
     for remembers in (True, False):
-        remember_merged(remembers)
+        cache_programs(remembers)
         try:
             if wrong := _difference(case):
                 return wrong if remembers else f"without remembering: {wrong}"
         finally:
-            remember_merged(True)
+            cache_programs(True)
     return None
 
 

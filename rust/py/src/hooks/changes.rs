@@ -1,4 +1,4 @@
-//! Counter of the changes of a frame's hooks, which a cache of merged hooks checks.
+//! Counter of the changes of a frame's hooks, which a cache of programs checks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -17,8 +17,8 @@ use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_error, rows_error};
-use crate::rows::calls::merged::MergedHooks;
-use crate::rows::calls::remembered::{Remembered, RememberedKey};
+use crate::rows::calls::program::Program;
+use crate::rows::calls::program_cache::{ProgramCache, ProgramKey};
 use crate::rows::given;
 use crate::rows::layout::{Gathered, Layout};
 use crate::rows::matrix::{CallArguments, Padded};
@@ -81,8 +81,8 @@ pub struct BatchBase {
     attaches: AtomicBool,
     /// Number of changes of the members' hooks while it is entered.
     epoch: Arc<AtomicU64>,
-    /// Merged hooks of the members, from the moment it is entered until it is left.
-    remembered: Mutex<Option<Box<Remembered>>>,
+    /// Programs of the members, from the moment it is entered until it is left.
+    programs: Mutex<Option<Box<ProgramCache>>>,
 }
 
 #[pymethods]
@@ -158,7 +158,7 @@ impl BatchBase {
             in_sites: AtomicBool::new(false),
             attaches: AtomicBool::new(false),
             epoch: Arc::default(),
-            remembered: Mutex::default(),
+            programs: Mutex::default(),
         };
         Ok((batch, Frame::with_slot(Box::new(AroundSlot(&Batches)))))
     }
@@ -358,7 +358,7 @@ impl BatchBase {
         let mut frames = this.members.iter().map(|it| it.frame.get());
         let python = frames.any(Frame::runs_python);
         this.python.store(python, Ordering::Relaxed);
-        this.start_remembering();
+        this.start_programs();
         let enter = || {
             if this.attaches.load(Ordering::Relaxed) {
                 slf.call_method0(intern!(py, "_attach"))?;
@@ -400,7 +400,7 @@ impl BatchBase {
             slf.as_super().get().close(py)?;
         }
         let members = &this.members;
-        this.give_remembered();
+        this.give_programs();
         this.part(members.len());
         if this.in_sites.swap(false, Ordering::AcqRel) {
             slf.call_method0(intern!(py, "_end_service"))?;
@@ -423,8 +423,8 @@ impl BatchBase {
         self.modules
             .iter()
             .try_for_each(|module| visit.call(module))?;
-        match &*self.remembered.lock() {
-            Some(remembered) => remembered.traverse(&visit),
+        match &*self.programs.lock() {
+            Some(programs) => programs.traverse(&visit),
             None => Ok(()),
         }
     }
@@ -445,10 +445,10 @@ impl BatchBase {
         })
     }
 
-    /// Starts to cache merged hooks. The first member has the cache of the last batch of the same
+    /// Starts to cache programs. The first member has the cache of the last batch of the same
     /// members and rows. The members have joined.
-    fn start_remembering(&self) {
-        let key = RememberedKey {
+    fn start_programs(&self) {
+        let key = ProgramKey {
             members: self
                 .members
                 .iter()
@@ -459,20 +459,20 @@ impl BatchBase {
                 .collect(),
             dim: self.dim,
         };
-        let former = self.first().and_then(Membership::take_remembered);
-        let (started, unused) = Remembered::start(key, former, self.deadline());
-        *self.remembered.lock() = Some(started);
+        let former = self.first().and_then(Membership::take_programs);
+        let (started, unused) = ProgramCache::start(key, former, self.deadline());
+        *self.programs.lock() = Some(started);
         drop(unused); // runs Python code
     }
 
-    /// Gives the merged hooks to the first member, for the next batch, if no hook changed.
-    fn give_remembered(&self) {
-        let taken = self.remembered.lock().take();
-        if let Some(remembered) = taken
+    /// Gives the programs to the first member, for the next batch, if no hook changed.
+    fn give_programs(&self) {
+        let taken = self.programs.lock().take();
+        if let Some(programs) = taken
             && self.epoch() == 0
             && let Some(first) = self.first()
         {
-            first.keep_remembered(remembered);
+            first.keep_programs(programs);
         }
     }
 
@@ -493,26 +493,26 @@ impl BatchBase {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Finds the merged hooks of the members for a module, by the id of its registry.
-    pub fn recall(&self, module: &Bound<'_, PyAny>, id: u64) -> Option<Arc<MergedHooks>> {
+    /// Finds the cached program at a module, by the id of its registry.
+    pub fn cached_program(&self, module: &Bound<'_, PyAny>, id: u64) -> Option<Arc<Program>> {
         if self.has_own_rows(module) {
             return None;
         }
-        let mut remembered = self.remembered.lock();
-        let found = remembered
+        let mut programs = self.programs.lock();
+        let found = programs
             .as_mut()?
             .find(id, self.epoch(), || self.deadline());
-        drop(remembered);
+        drop(programs);
         found.unwrap_or_default() // drops stale ones, which runs Python code
     }
 
-    /// Remembers the merged hooks of the members for the module with this id, unless it has rows of
+    /// Caches the program at the module with this id, unless that has rows of
     /// its own. `epoch`: read before they were looked for.
-    pub fn remember(&self, layout: &Layout, module: u64, epoch: u64, hooks: Arc<MergedHooks>) {
+    pub fn cache_program(&self, layout: &Layout, module: u64, epoch: u64, program: Arc<Program>) {
         if layout.is_of_batch() {
-            let mut remembered = self.remembered.lock();
-            let dropped = remembered.as_mut().map(|it| it.add(module, epoch, hooks));
-            drop(remembered);
+            let mut programs = self.programs.lock();
+            let dropped = programs.as_mut().map(|it| it.add(module, epoch, program));
+            drop(programs);
             drop(dropped); // runs Python code
         }
     }

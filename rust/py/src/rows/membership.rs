@@ -14,7 +14,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::{FrameSlot, SlotState};
 use crate::error::rows_error;
 use crate::rows::at::Masks;
-use crate::rows::calls::remembered::Remembered;
+use crate::rows::calls::program_cache::ProgramCache;
 
 /// Per-request row state of a frame: its batches, and the token positions of its running forwards.
 #[derive(Default)]
@@ -28,7 +28,7 @@ struct State {
     in_sites: bool,
     closed: bool,
     /// Merged hooks of the last batch whose first member it was.
-    remembered: Option<Box<Remembered>>,
+    programs: Option<Box<ProgramCache>>,
     /// Lengths of its prompts, as the last batch that was given some had them; none if not known.
     prompts: Arc<[i64]>,
     /// Tokens at the positions of its plan in the calls of its batch.
@@ -208,18 +208,18 @@ impl Membership {
         }
     }
 
-    /// Takes the merged hooks of the last batch whose first member it was.
-    pub fn take_remembered(&self) -> Option<Box<Remembered>> {
-        self.0.lock().remembered.take()
+    /// Takes the programs of the last batch whose first member it was.
+    pub fn take_programs(&self) -> Option<Box<ProgramCache>> {
+        self.0.lock().programs.take()
     }
 
-    /// Keeps the merged hooks of a batch whose first member it was, unless the frame is closed.
-    pub fn keep_remembered(&self, remembered: Box<Remembered>) {
+    /// Keeps the programs of a batch whose first member it was, unless the frame is closed.
+    pub fn keep_programs(&self, programs: Box<ProgramCache>) {
         let mut state = self.0.lock();
         let dropped = if state.closed {
-            Some(remembered)
+            Some(programs)
         } else {
-            state.remembered.replace(remembered)
+            state.programs.replace(programs)
         };
         drop(state);
         drop(dropped); // runs Python code
@@ -260,12 +260,12 @@ impl FrameSlot for Membership {
 
     fn close(&self) {
         self.0.lock().closed = true;
-        drop(self.take_remembered());
+        drop(self.take_programs());
     }
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        match &self.0.lock().remembered {
-            Some(remembered) => remembered.traverse(visit),
+        match &self.0.lock().programs {
+            Some(programs) => programs.traverse(visit),
             None => Ok(()),
         }
     }

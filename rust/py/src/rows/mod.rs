@@ -2,8 +2,8 @@
 //!
 //! A batch is a frame in the context, like a scope. Its slot tells the call of
 //! [`calls::around::Rows`], which takes the hooks of the members for each phase. Native hooks of all
-//! members run side by side ([`calls::stages`]) and are cached for the next calls
-//! ([`calls::remembered`]). Other hooks run one by one, on tensors narrowed to the member's rows
+//! members are a program ([`calls::program`]), which is cached for the next calls
+//! ([`calls::program_cache`]). Other hooks run one by one, on tensors narrowed to the member's rows
 //! ([`calls::value`]). Members are frames that are not entered; a batch keeps its state of one in
 //! [`membership::Membership`]. A class of native hooks implements [`calls::merging::InBatch`] to run
 //! in batches.

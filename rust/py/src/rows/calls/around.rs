@@ -15,8 +15,8 @@ use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
 use crate::rows::batch::{BatchBase, Batches};
 use crate::rows::calls::hooks::{FoundHooks, HooksOfMember, MemberHooks};
-use crate::rows::calls::merged::{MergedHooks, Simple};
-use crate::rows::calls::stages::Stages;
+use crate::rows::calls::program::{MergingMember, Program};
+use crate::rows::calls::run::ProgramRun;
 use crate::rows::calls::stand_ins::StandIns;
 use crate::rows::calls::value::{self, Needs, Value};
 use crate::rows::layout::Layout;
@@ -54,7 +54,7 @@ impl Around for Batches {
 impl<'py> Between<'py> for MemberHooks<'py> {
     fn is_empty(&self, gap: usize) -> bool {
         match &self.hooks {
-            FoundHooks::Merged(_) => gap > 0,
+            FoundHooks::Program(_) => gap > 0,
             FoundHooks::Each(_) => self.in_gap(gap).next().is_none(),
         }
     }
@@ -85,12 +85,12 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             layout,
             run: self.run.as_deref(),
         };
-        let (merged, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
+        let (program, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
         let mut stand_ins = StandIns::of(&self.batch);
         let replaced = members.forward_pre_of_each(others, target, &mut stand_ins)?;
         stand_ins.keep(call);
         call.replace_input(replaced);
-        if merged.members.is_empty() {
+        if program.members.is_empty() {
             return Ok(());
         }
         let mut stand_ins = StandIns::of(&self.batch);
@@ -102,7 +102,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             layout,
             run: self.run.as_deref(),
         };
-        let replaced = match members.run_merged(&merged, &value, Some(&mut numbers))? {
+        let replaced = match members.run_program(&program, &value, Some(&mut numbers))? {
             Ok(Some(changed)) => {
                 for_each_pair(&value, &changed, &mut |was, now| {
                     if now.is(was) {
@@ -114,7 +114,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             }
             Ok(None) => None,
             Err(_each_alone) => {
-                members.forward_pre_of_each(merged.each(), target, &mut stand_ins)?
+                members.forward_pre_of_each(program.each(), target, &mut stand_ins)?
             }
         };
         stand_ins.keep(call);
@@ -144,9 +144,9 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             layout,
             run: self.run.as_deref(),
         };
-        if let FoundHooks::Merged(merged) = &self.hooks {
+        if let FoundHooks::Program(program) = &self.hooks {
             if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
-                return members.forward_merged(merged, output);
+                return members.forward_program(program, output);
             }
             return match self.each(call)? {
                 Some(each) => each.forward(call, gap, output),
@@ -156,17 +156,17 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let Some(output) = output else {
             return members.run_always_called(self.in_gap(gap)).map(|()| None);
         };
-        let (merged, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
-        let remember = self.all() && others.is_empty() && merged.last && !self.repeats();
+        let (program, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
+        let cacheable = self.all() && others.is_empty() && program.cacheable && !self.repeats();
         let changed = members.forward_of_each(others, output)?;
-        if merged.members.is_empty() {
+        if program.members.is_empty() {
             return Ok(changed);
         }
         let now = changed.as_ref().unwrap_or(output);
-        let merged = Arc::new(merged);
-        let more = members.forward_merged(&merged, now)?;
-        if remember {
-            batch.remember(layout, call.registry.get().module(), self.epoch, merged);
+        let program = Arc::new(program);
+        let more = members.forward_program(&program, now)?;
+        if cacheable {
+            batch.cache_program(layout, call.registry.get().module(), self.epoch, program);
         }
         Ok(more.or(changed))
     }
@@ -274,36 +274,36 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         hooks: impl Iterator<Item = HooksOfMember<'s>>,
         phase: Phase,
         covered: bool,
-    ) -> PyResult<(MergedHooks, Vec<HooksOfMember<'s>>)> {
-        let (mut simple, mut others) = (Vec::new(), Vec::new());
+    ) -> PyResult<(Program, Vec<HooksOfMember<'s>>)> {
+        let (mut merging, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in hooks {
             if self.layout.rows(self.batch.all(), number).len() == 0 {
                 value::note_run(self.member(number));
                 continue;
             }
-            let merging = if covered {
-                Simple::of(self.py(), phase, self.batch, number, entries)?
+            let member = if covered {
+                MergingMember::of(self.py(), phase, self.batch, number, entries)?
             } else {
                 None
             };
-            match merging {
-                Some(merging) => simple.push(merging),
+            match member {
+                Some(member) => merging.push(member),
                 None => others.push((number, entries)),
             }
         }
-        Ok((MergedHooks::new(simple), others))
+        Ok((Program::new(merging), others))
     }
 
     /// Runs the hooks of members that merge; an inner error means that each member's hooks have to
     /// run alone.
-    fn run_merged(
+    fn run_program(
         &self,
-        hooks: &MergedHooks,
+        program: &Program,
         value: &Bound<'py, PyAny>,
         replaced: Option<&mut Vec<usize>>,
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
-        let stages = Stages {
-            hooks,
+        let run = ProgramRun {
+            program,
             batch: self.batch,
             layout: self.layout,
             run: self.run,
@@ -318,18 +318,18 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 Err(error) => member.fail_with(self.py(), error).map(|()| false),
             }
         };
-        stages.run(value, &mut fail, replaced)
+        run.run(value, &mut fail, replaced)
     }
 
     /// Runs forward hooks of members that merge, on an output that has the rows.
-    fn forward_merged(
+    fn forward_program(
         &self,
-        hooks: &MergedHooks,
+        program: &Program,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match self.run_merged(hooks, output, None)? {
+        match self.run_program(program, output, None)? {
             Ok(changed) => Ok(changed),
-            Err(_each_alone) => self.forward_of_each(hooks.each(), output),
+            Err(_each_alone) => self.forward_of_each(program.each(), output),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::contexts::log::{Logged, PhaseRun, Replay};
 use crate::contexts::owners::Firing;
 use crate::hooks::hook::Hook;
 use crate::rows::batch::BatchBase;
-use crate::rows::calls::merged::MergedHooks;
+use crate::rows::calls::program::Program;
 
 /// Number of a member, and hooks of it in firing order.
 pub type HooksOfMember<'a> = (usize, &'a [Arc<Entry<Hook>>]);
@@ -29,8 +29,8 @@ pub struct MemberHooks<'py> {
 }
 
 pub enum FoundHooks {
-    /// Cached merged hooks; the batch itself has no hooks.
-    Merged(Arc<MergedHooks>),
+    /// A cached program; the batch itself has no hooks.
+    Program(Arc<Program>),
     Each(Vec<MemberSnapshot>),
 }
 
@@ -45,7 +45,7 @@ pub struct MemberSnapshot {
 
 impl<'py> MemberHooks<'py> {
     /// Takes the hooks of the members of a batch; None if no member has any. `recall`: the cached
-    /// merged hooks, if there are any.
+    /// program, if there is one.
     #[cold]
     pub fn begin(
         batch: &Bound<'py, BatchBase>,
@@ -64,9 +64,11 @@ impl<'py> MemberHooks<'py> {
         let hooks = if let Some(replay) = repeated {
             repeat(batch, replay)
         } else {
-            let remembered = recall.then(|| this.recall(call.module, module)).flatten();
-            match remembered {
-                Some(merged) => Some(FoundHooks::Merged(merged)),
+            let program = recall
+                .then(|| this.cached_program(call.module, module))
+                .flatten();
+            match program {
+                Some(merged) => Some(FoundHooks::Program(merged)),
                 None => resolve(batch, module, phase, whole).map(FoundHooks::Each),
             }
         };
@@ -85,7 +87,7 @@ impl<'py> MemberHooks<'py> {
         }))
     }
 
-    /// As `begin` without the cached merged hooks, for a phase that has no other hooks.
+    /// As `begin` without the cached program, for a phase that has no other hooks.
     pub fn each(&self, call: &Call<'_, 'py>) -> PyResult<Option<Self>> {
         let each = Self::begin(&self.batch, call, Phase::Forward, None, false)?;
         Ok(each.map(|each| Self {
@@ -102,7 +104,7 @@ impl<'py> MemberHooks<'py> {
     /// The members with hooks in a gap, and these hooks.
     pub fn in_gap(&self, gap: usize) -> impl Iterator<Item = HooksOfMember<'_>> {
         let members: &[MemberSnapshot] = match &self.hooks {
-            FoundHooks::Merged(_) => &[],
+            FoundHooks::Program(_) => &[],
             FoundHooks::Each(members) => members,
         };
         members.iter().filter_map(move |member| {
@@ -129,7 +131,7 @@ impl FoundHooks {
         };
         let mut all = Vec::new();
         match self {
-            Self::Merged(merged) => {
+            Self::Program(merged) => {
                 for (number, entries) in &merged.members {
                     for entry in entries {
                         all.push(log(*number, entry, 0)?);

@@ -3,9 +3,9 @@
 pub mod around;
 pub mod hooks;
 mod memory;
-pub mod merged;
 pub mod merging;
-pub mod remembered;
-pub mod stages;
+pub mod program;
+pub mod program_cache;
+pub mod run;
 mod stand_ins;
 pub mod value;

@@ -1,6 +1,7 @@
-//! Members of a batch whose hooks for a module merge.
+//! Program of a batch's members at a module: their hooks, joined stage by stage.
 
 use std::any::TypeId;
+use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Entry;
@@ -20,22 +21,22 @@ type Entries = Box<[Arc<Entry<Hook>>]>;
 pub type StageKind = (bool, TypeId);
 
 /// Member all of whose hooks merge with other members': interventions first, then captures.
-pub struct Simple {
+pub struct MergingMember {
     pub number: usize,
     pub entries: Entries,
     /// Of each hook.
     pub merging: Vec<(StageKind, Merging)>,
 }
 
-/// Members of a batch whose hooks for a module merge.
-pub struct MergedHooks {
+/// Hooks of a batch's members for a module that run as one, stage by stage.
+pub struct Program {
     /// Number and hooks of each member.
     pub members: Vec<(usize, Entries)>,
-    /// The same hooks, stage by stage.
+    /// The same hooks, in the order in which they run.
     pub stages: Vec<Stage>,
-    /// True if they may be kept for later calls.
-    pub last: bool,
-    /// Kinds of the tensors of a value that the hooks were checked for.
+    /// True if later calls may use it.
+    pub cacheable: bool,
+    /// Kinds of the tensors of a value that it was checked for.
     checked: OnceLock<Vec<TensorKind>>,
 }
 
@@ -61,44 +62,43 @@ struct TensorKind {
     shape: (usize, Option<usize>),
 }
 
-impl MergedHooks {
-    pub fn new(members: Vec<Simple>) -> Self {
-        let hooks = |member: Simple| {
-            let hooks: Vec<_> = member.entries.iter().cloned().zip(member.merging).collect();
-            (
-                (member.number, member.entries),
-                hooks.into_iter().peekable(),
-            )
-        };
-        let (members, mut pending): (Vec<_>, Vec<_>) = members.into_iter().map(hooks).unzip();
+impl Program {
+    pub fn new(members: Vec<MergingMember>) -> Self {
+        let (mut all, mut pending) = (Vec::new(), Vec::new());
+        for MergingMember {
+            number,
+            entries,
+            merging,
+        } in members
+        {
+            let hooks = entries.iter().cloned().zip(merging);
+            let hooks = hooks.map(|(entry, (kind, merging))| {
+                let hook = StageHook {
+                    member: number,
+                    entry,
+                    merging,
+                };
+                (kind, hook)
+            });
+            pending.push(hooks.collect::<VecDeque<_>>());
+            all.push((number, entries));
+        }
         let mut stages = Vec::new();
         // Next all pending hooks of one class, interventions before captures.
-        while let Some(kind) = pending
-            .iter_mut()
-            .filter_map(|it| Some(it.peek()?.1.0))
-            .min()
-        {
-            let next = pending
-                .iter_mut()
-                .zip(&members)
-                .filter_map(|(hooks, (member, _))| {
-                    let (entry, (_, merging)) = hooks.next_if(|(_, (of, _))| *of == kind)?;
-                    let member = *member;
-                    Some(StageHook {
-                        member,
-                        entry,
-                        merging,
-                    })
-                });
+        while let Some(next) = pending.iter().filter_map(|it| Some(it.front()?.0)).min() {
+            let hooks = pending.iter_mut().filter_map(|it| {
+                let (kind, _) = it.front()?;
+                if *kind == next { it.pop_front() } else { None }
+            });
             stages.push(Stage {
-                hooks: next.collect(),
+                hooks: hooks.map(|(_, hook)| hook).collect(),
                 joint: OnceLock::new(),
             });
         }
         let mut hooks = stages.iter().flat_map(|stage| &stage.hooks);
         Self {
-            last: hooks.all(|it| it.merging.lasts && it.merging.at.is_none()),
-            members,
+            cacheable: hooks.all(|it| it.merging.lasts && it.merging.at.is_none()),
+            members: all,
             stages,
             checked: OnceLock::new(),
         }
@@ -112,7 +112,7 @@ impl MergedHooks {
             .collect()
     }
 
-    /// True if the hooks were [checked](Self::check) for a value of such tensors.
+    /// True if it was [checked](Self::check) for a value of such tensors.
     pub fn checked(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Some(checked) = self.checked.get() else {
             return Ok(false);
@@ -123,7 +123,7 @@ impl MergedHooks {
         Ok(alike && checked.len() == tensors.len())
     }
 
-    /// Notes that the hooks were checked for a value; the first one counts.
+    /// Notes that it was checked for a value; the first one counts.
     pub fn check(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let kinds = tensors_of(value)?;
         let kinds = kinds.iter().map(TensorKind::of).collect::<PyResult<_>>()?;

@@ -1,4 +1,4 @@
-//! Hooks of a batch's members, run stage by stage for all members at once.
+//! Runs of a program: hooks of many members at once.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -13,13 +13,13 @@ use crate::error::rows_error;
 use crate::hooks::hook::Hook;
 use crate::hooks::site::is_fault;
 use crate::rows::batch::BatchBase;
-use crate::rows::calls::merged::{MergedHooks, Simple, StageHook};
 use crate::rows::calls::merging::{Joint, MergedPart, Select, SharedValue, in_batch_of, of_hook};
+use crate::rows::calls::program::{MergingMember, Program, StageHook};
 use crate::rows::calls::value::note_run;
 use crate::rows::layout::Layout;
 use crate::rows::places::{TokenPlace, TokenPositions};
 
-impl Simple {
+impl MergingMember {
     /// Returns the merging hooks of a member; None if one of them runs for each member alone.
     pub fn of(
         py: Python<'_>,
@@ -55,9 +55,9 @@ impl Simple {
     }
 }
 
-/// Runs of merged hooks in one call.
-pub struct Stages<'a, 'py> {
-    pub hooks: &'a MergedHooks,
+/// Run of a program in one call.
+pub struct ProgramRun<'a, 'py> {
+    pub program: &'a Program,
     pub batch: &'a BatchBase,
     pub layout: &'a Layout,
     pub run: Option<&'a PhaseRun<'py>>,
@@ -68,7 +68,7 @@ pub struct Stages<'a, 'py> {
 /// Takes the error of a hook of the member with a number. Returns true if the member goes on.
 pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a;
 
-/// Merged hooks that a call leaves out.
+/// Hooks of a program that a call leaves out.
 #[derive(Default)]
 struct LeftOut {
     /// Numbers of the members that failed.
@@ -83,7 +83,7 @@ impl LeftOut {
     }
 }
 
-impl<'a, 'py> Stages<'a, 'py> {
+impl<'a, 'py> ProgramRun<'a, 'py> {
     fn owned(&self, py: Python<'py>, hook: &'a StageHook) -> Owned<'a, 'py> {
         Owned {
             entry: &hook.entry,
@@ -153,15 +153,15 @@ impl<'a, 'py> Stages<'a, 'py> {
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
         let py = value.py();
         let inside = Inside::here();
-        for (number, _) in &self.hooks.members {
+        for (number, _) in &self.program.members {
             note_run(&self.batch.all()[*number]);
         }
         let mut left_out = LeftOut::default();
-        if !self.hooks.checked(value)? {
+        if !self.program.checked(value)? {
             self.check(value, &inside, &mut left_out, fail)?;
         }
         let mut changed = None;
-        for stage in &self.hooks.stages {
+        for stage in &self.program.stages {
             let mut running = Vec::with_capacity(stage.hooks.len());
             let mut invocations = Vec::with_capacity(stage.hooks.len());
             for hook in &stage.hooks {
@@ -238,7 +238,7 @@ impl<'a, 'py> Stages<'a, 'py> {
     ) -> PyResult<()> {
         let py = value.py();
         let mut fine = true;
-        for stage in &self.hooks.stages {
+        for stage in &self.program.stages {
             let concerned = |hook: &&StageHook| {
                 !left_out.members.contains(&hook.member) && self.has_tokens(hook)
             };
@@ -259,8 +259,8 @@ impl<'a, 'py> Stages<'a, 'py> {
                 }
             }
         }
-        if fine && self.hooks.last {
-            self.hooks.check(value)?;
+        if fine && self.program.cacheable {
+            self.program.check(value)?;
         }
         Ok(())
     }
