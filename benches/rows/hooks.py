@@ -36,12 +36,11 @@ def register_and_remove() -> dict[str, Sampler]:
 
     def loops(module: nn.Module) -> Callable[[int], None]:
         def loop(count: int) -> None:
-            register, hook = (
-                module.register_forward_hook,
-                lambda *arguments: fired.append(arguments),
-            )
+            def hook(*arguments: object) -> None:
+                fired.append(arguments)
+
             for _ in repeat(None, count):
-                register(hook).remove()
+                module.register_forward_hook(hook).remove()
 
         return loop
 

@@ -154,6 +154,10 @@ class Quantities(Mapping[str, Quantity]):
                 f"{self.model} has no {SIGN}{plain}: its blocks are {min(blocks)} to {max(blocks)}"
             )
             return SelectionError(msg)
+        kinds = {kind_of(_plain(each)) for each in self._found}
+        if not reasons and kind_of(plain) in {*KINDS} - kinds:
+            others = ", ".join(f"{SIGN}{each}" for each in KINDS if each in kinds)
+            return SelectionError(f"{self.model} has no {SIGN}{kind_of(plain)}; it has {others}")
         msg = f"{SIGN}{plain} is not proved in {self.model}"
         if reasons:
             first = next(iter(reasons))
