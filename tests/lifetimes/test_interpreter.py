@@ -244,7 +244,7 @@ registry = ferrohook._core.Registry()
 registry.quiesce()
 print(registry.list(), registry.list("forward"))
 import ferrohook
-print(ferrohook.ForwardHook(print).phase, ferrohook.typing.HookHandle.__name__)
+print(ferrohook.ForwardHook(print).phase, ferrohook._core.HookHandle.__name__)
 try:
     ferrohook.HookedModule
 except ImportError as error:
