@@ -206,7 +206,7 @@ def test_capabilities(client: Any) -> None:
     }
     assert refused(client, 422, texts=["x"] * (answer["max_texts"] + 1))
     for option in answer["refused_options"]:
-        assert option in {"device", "slice", "stop"}
+        assert option in {"device", "on_error", "slice", "stop"}
     assert embed(client, reduce=answer["reductions"])
 
 

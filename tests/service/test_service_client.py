@@ -66,7 +66,7 @@ def test_a_service_tells_its_features_and_refuses_what_it_does_not_serve(url: st
         info = client.info()
         assert info.engine == "service"
         assert "Add" in info.served
-        assert info.refused.keys() == {"device", "slice", "stop"}
+        assert info.refused.keys() == {"device", "on_error", "slice", "stop"}
         with pytest.raises(RequestRefusedError, match="it generates no texts"):
             client.generate("A text", PLAN)
         with pytest.raises(RequestRefusedError, match="the closest names in it are"):

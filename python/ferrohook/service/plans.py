@@ -32,7 +32,7 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
             has a name that is no option.
 
     Examples:
-        >>> short = PlainValidator(partial(plan_of, max_entries=4, refuse={"slice", "stop"}))
+        >>> short = PlainValidator(partial(plan_of, max_entries=4, refuse={"stop"}))
         >>> ShortPlan = Annotated[fh.Plan, short]
     """
     if isinstance(refuse, str) or (unknown := set(refuse) - NEEDS):
