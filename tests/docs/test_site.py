@@ -19,7 +19,7 @@ COLUMNS = 80  # of a code block in the theme
 WIDTH, TABS = 1280, 9  # of a small laptop's screen, and the tabs on it
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 COMPAT = ("compat.mi_crow", "compat.transformer_lens", "compat.transformers")
-FRONTS = (*COMPAT, "analysis", "data", "detectors", "plot", "rows", "service")
+FRONTS = (*COMPAT, "analysis", "data", "detectors", "errors", "plot", "rows", "service", "typing")
 EXAMPLE = re.compile(r"^ *((?:>>>|\.\.\.) .*)$", re.MULTILINE)
 
 
