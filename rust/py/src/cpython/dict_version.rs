@@ -128,10 +128,11 @@ mod source {
         }
         let arguments = ("Watched", PyTuple::empty(py), PyDict::new(py));
         let object = py.get_type::<PyType>().call1(arguments)?.call0()?;
-        object.setattr("one", 1)?;
+        let names = ["one", "other"];
+        object.setattr(names[0], 1)?;
         watch(watcher, &object.getattr("__dict__")?.cast_into()?)?;
         let mut reports = true;
-        for name in ["one", "other"] {
+        for name in names {
             let before = CHANGES.load(Ordering::Relaxed);
             object.setattr(name, 2)?;
             reports &= CHANGES.load(Ordering::Relaxed) != before;
