@@ -39,7 +39,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     batch_size: int = BATCH_SIZE,
     progress: bool = True,
 ) -> Effects:
-    """Switches off one place after the other, and says by how much the score moves.
+    """Switches off one place at a time, and measures how much the score changes.
 
     Many cells share a forward, see `activation_patching`.
 

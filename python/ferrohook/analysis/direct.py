@@ -43,7 +43,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     batch_size: int | None = None,
     progress: bool = True,
 ) -> Effects:
-    """Splits a logit into what each place adds to it directly, by the residual stream.
+    """Splits a logit into the direct contributions of places through the residual stream.
 
     The last norm is taken as linear, with the scale that it has on this batch (of a layer norm or
     an RMS norm, which calling it tells apart), and what follows it by its gradient, which is the

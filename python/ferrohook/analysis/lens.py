@@ -98,7 +98,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
     batch_size: int = BATCH_SIZE,
     progress: bool = True,
 ) -> Lens:
-    """Reads the hidden states of all layers as if they were the last one's.
+    """Decodes the hidden states of all layers with the model's own head.
 
     The model's own code maps them to logits: each hidden state replaces the last layer's in a
     copy of the rows, so that the norm, the head, scales and caps are the model's. The

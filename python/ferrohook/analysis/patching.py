@@ -42,7 +42,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
     batch_size: int = BATCH_SIZE,
     progress: bool = True,
 ) -> Effects:
-    """Gives the model on one input, cell by cell, the activations that it has on another.
+    """Replaces activations on one input by those on another, cell by cell, and measures the score.
 
     Each cell is a forward on the corrupted input with one place replaced by its value from the
     clean input: at one position, in one head, or all of it. Many cells share a forward, each on a

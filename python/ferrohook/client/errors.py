@@ -19,7 +19,7 @@ _REFUSED: Final = {400, 405, 413, 422, 501}
 
 
 class ServerError(HookError):
-    """Request that a server did not answer as it should.
+    """Request with an invalid or unexpected answer of the server.
 
     Args:
         reason: as the server said it.
@@ -42,7 +42,7 @@ class ServerError(HookError):
 
 
 class RequestRefusedError(ServerError, ValueError):
-    """Request that is bad, or that the server does not serve; it was not computed."""
+    """Request that the server refused and did not compute: invalid, or not supported."""
 
 
 class PlanFailedError(ServerError):

@@ -26,7 +26,7 @@ ENGINES = ("transformers", "vllm", "sglang")
 
 
 def capabilities(engine: str, model: nn.Module | None = None) -> Capabilities:
-    """Tells the features that an engine serves or refuses under ferrohook.
+    """Returns the features that an engine serves or refuses under ferrohook.
 
     Args:
         engine: "transformers", "vllm" or "sglang"; it is imported.

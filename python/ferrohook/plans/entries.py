@@ -151,7 +151,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
     priority: int = 0,
     on_error: OnError = "raise",
 ) -> HookEntry:
-    """Makes the entry of a plan that puts a hook on modules.
+    """Makes a plan entry that puts a hook on modules.
 
     Args:
         what: modules, see `select`.
@@ -200,7 +200,7 @@ _CAPTURE_DEFAULTS: Final = {"detach": True, "copy": "checked", "calls": "last"}
 def keep(
     what: Selector = None, *, label: str | None = None, **options: Unpack[KeepOptions]
 ) -> KeepEntry:
-    """Makes the entry of a plan that captures modules, with the options of `capture`.
+    """Makes a plan entry that captures modules, with the options of `capture`.
 
     Args:
         what: modules, see `select`; None for all.

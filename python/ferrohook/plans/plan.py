@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Hooks, interventions and captures of a request, as data. Immutable.
+    """Hooks, interventions and captures of one request, as immutable data.
 
     Plans combine by `+`, compare and hash by content, and pickle if their functions do.
 

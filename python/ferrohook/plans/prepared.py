@@ -78,7 +78,7 @@ class _Contents:
 
 
 class Prepared:
-    """A plan whose hooks stand in the registries of a model, see `Plan.prepare`.
+    """A plan prepared for a model, see `Plan.prepare`: open it for each request.
 
     A context manager: leaving it closes it.
     """
@@ -307,7 +307,7 @@ def _lengths_of(prompt: Any) -> list[int]:
 
 
 class Request(RequestBase, Scope):
-    """A plan opened, see `Prepared.open`: hooks fire and captures are stored in its context.
+    """One request of a prepared plan, see `Prepared.open`: hooks and captures of one context.
 
     A scope: `wrap` and `activate` take it to other threads and tasks. It is entered once.
     """

@@ -58,7 +58,7 @@ def run(
     plan: Plan | Prepared | None = None,
     **kwargs: Any,
 ) -> RunResult:
-    """Calls a model once, with hooks, a capture and a plan for this call alone.
+    """Calls a model once, with hooks, a capture and a plan for this call only.
 
     Args:
         model: any module.

@@ -95,7 +95,7 @@ class Scope(Frame):
 
 
 def scope() -> Scope:
-    """Makes a scope, to be entered by `with`.
+    """Makes a scope: hooks registered inside its `with` fire only for calls there.
 
     `register` inside it registers with it. The keyword `scope` names a scope that is not entered
     yet, or one further out; `scope="global"` is for the calls of all contexts.

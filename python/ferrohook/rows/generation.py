@@ -91,7 +91,7 @@ class _GenerationBatch(Batch):
 
 
 def generating(requests: Sequence[Request | None]) -> Batch:
-    """Makes a batch for `model.generate` of transformers, which a request shares for each prompt.
+    """Makes a batch for transformers' `model.generate`, with one request per prompt.
 
     The positions of each forward are found from `generate` and from the inputs of the model:
     `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, in prompts that are

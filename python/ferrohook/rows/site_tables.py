@@ -618,7 +618,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     device: torch.device | str | None = None,
     kinds: Sequence[type[Intervention]] = (),
 ) -> Sites:
-    """Lays operators on modules, so that a compiled model serves requests that come and go.
+    """Installs operators in modules, so that one compiled model serves changing requests.
 
     Lay them before the model is compiled. From then on `batch` serves the requests of this model by
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:

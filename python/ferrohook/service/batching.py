@@ -44,7 +44,7 @@ CLOSED: Final = "the batcher was closed: send the request to another instance of
 
 
 class BatcherClosedError(HookError):
-    """A request that a closed `Batcher` does not answer."""
+    """A request refused because its `Batcher` was closed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Answer(Generic[Out]):
 
 
 class Batcher(Generic[In, Out]):
-    """Gathers requests that wait into forwards, in worker threads.
+    """Groups waiting requests into shared forwards, which worker threads run.
 
     A forward starts as soon as a worker is idle and the batch is full, or its oldest request has
     waited for `max_wait` seconds. Clients are served round-robin, and a later request never

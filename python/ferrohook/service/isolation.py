@@ -18,7 +18,7 @@ Body = TypeVar("Body")
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """An answer that differs from the answer to the same request sent alone."""
+    """An answer that differs from the answer to the same request sent by itself."""
 
     pair: int
     """Index in `pairs`."""

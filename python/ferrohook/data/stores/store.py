@@ -24,7 +24,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 class DamagedBatch(NamedTuple):
-    """A batch of which a file is missing, cut off or changed."""
+    """A batch with a missing, truncated or changed file."""
 
     run: str
     batch: int
