@@ -169,9 +169,11 @@ def peak(run: Callable[[], object]) -> int:
     os.environ["KINETO_LOG_LEVEL"] = "99"
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    results: Any = found.profiler
+    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
     events.sort(key=lambda each: each.start_ns())
-    return max(itertools.accumulate(each.nbytes() for each in events))
+    most: int = max(itertools.accumulate(each.nbytes() for each in events))
+    return most
 
 
 def memory() -> dict[str, Sampler]:

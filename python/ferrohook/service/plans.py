@@ -35,8 +35,9 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
         >>> short = PlainValidator(partial(plan_of, max_entries=4, refuse={"stop"}))
         >>> ShortPlan = Annotated[fh.Plan, short]
     """
-    if isinstance(refuse, str) or (unknown := set(refuse) - NEEDS):
-        names = repr(refuse) if isinstance(refuse, str) else ", ".join(map(repr, unknown))
+    unknown = {refuse} if isinstance(refuse, str) else {*refuse} - NEEDS
+    if unknown:
+        names = ", ".join(map(repr, unknown))
         msg = f"refuse is a collection of {', '.join(sorted(NEEDS))}; got {names}"
         raise HookTypeError(msg)
     if isinstance(body, Plan):
