@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,18 +136,25 @@ def module_calls(model: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Sampl
     return timed(loop, per=MODULES)
 
 
+def steered(
+    model: nn.Module, names: list[str], requests: int, each: int
+) -> tuple[Batched, nn.Module]:
+    """A batch of requests with a vector for `each` rows, and a loop in PyTorch's hooks."""
+    vectors = torch.randn(requests, WIDTH)
+    plans = [fh.Plan(fh.on(names, fh.Add(vector))) for vector in vectors]
+    batched = Batched(copy.deepcopy(model), plans)
+    for number, request in enumerate(batched.requests):
+        batched.rows[request] = slice(number * each, (number + 1) * each)
+    return batched, looped(copy.deepcopy(model), names, vectors, each)
+
+
 def steered_modules() -> dict[str, Sampler]:
     """Modules whose rows are all steered, by one request or by many, each with its own vector."""
     names = [str(number) for number in range(MODULES)]
 
     def calls(requests: int, tokens: int, shape: tuple[int, ...]) -> dict[str, Sampler]:
-        x, vectors = torch.randn(*shape, WIDTH), torch.randn(requests, WIDTH)
-        each = shape[0] // requests
-        plans = [fh.Plan(fh.on(names, fh.Add(vector))) for vector in vectors]
-        batched = Batched(modules(), plans)
-        for number, request in enumerate(batched.requests):
-            batched.rows[request] = slice(number * each, (number + 1) * each)
-        loop = looped(modules(), names, vectors, each)
+        x = torch.randn(*shape, WIDTH)
+        batched, loop = steered(modules(), names, requests, shape[0] // requests)
         with torch.no_grad():
             expect(torch.equal(batched(x), loop(x)), "the output of the loop")
         name = f"a module, {requests} x {tokens} tokens steered"
@@ -166,13 +172,13 @@ def steered_modules() -> dict[str, Sampler]:
 
 def peak(run: Callable[[], object]) -> int:
     """The most bytes of tensors at a time that a run allocates."""
-    os.environ["KINETO_LOG_LEVEL"] = "99"
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # else each profile writes lines to stderr
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     results: Any = found.profiler
     events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
     events.sort(key=lambda each: each.start_ns())
-    most: int = max(itertools.accumulate(each.nbytes() for each in events))
+    most: int = max(accumulate(each.nbytes() for each in events))
     return most
 
 
@@ -190,12 +196,7 @@ def memory() -> dict[str, Sampler]:
 
     add("peak of a layer", plain, MOST, TOKENS)
     for what, each, shape in (("", 1, (MOST, TOKENS)), (" in one row", TOKENS, (MOST * TOKENS,))):
-        vectors = torch.randn(MOST, WIDTH)
-        plans = [fh.Plan(fh.on("0", fh.Add(vector))) for vector in vectors]
-        loop = looped(copy.deepcopy(plain), ["0"], vectors, each)
-        batched = Batched(copy.deepcopy(plain), plans)
-        for number, request in enumerate(batched.requests):
-            batched.rows[request] = slice(number * each, (number + 1) * each)
+        batched, loop = steered(plain, ["0"], MOST, each)
         x = torch.randn(*shape, WIDTH)
         with torch.no_grad():
             expect(torch.equal(batched(x), loop(x)), "the output of the loop")

@@ -10,7 +10,7 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
-from ferrohook.plans.needs import NEEDS
+from ferrohook.plans.needs import NEEDS, BackEnd
 from ferrohook.util.arguments import describe
 
 
@@ -49,9 +49,10 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     else:
         msg = f"a plan is an object, got {describe(body)}"
         raise ValueError(msg)  # noqa: TRY004 (pydantic's way to refuse)
+    served = BackEnd(NEEDS.difference(refuse), {need: f"leave out {need}" for need in refuse})
     for number, entry in enumerate(plan.entries):
-        if found := entry.needs & set(refuse):
-            msg = f"entries[{number}]: leave out {', '.join(sorted(found))}"
+        if (reason := served.refusal(entry)) is not None:
+            msg = f"entries[{number}]: {reason}"
             raise ValueError(msg)
     return plan
 

@@ -27,7 +27,7 @@ struct State {
     /// True while sites carry out its plan.
     in_sites: bool,
     closed: bool,
-    /// Merged hooks of the last batch whose first member it was.
+    /// Programs of the last batch whose first member it was.
     programs: Option<Box<ProgramCache>>,
     /// Lengths of its prompts, as the last batch that was given some had them; none if not known.
     prompts: Arc<[i64]>,
