@@ -7,14 +7,11 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from ferrohook._core import Attachment, NativeDetector, TypedHook
-from ferrohook.attach.instrument import attach
+from ferrohook import Intervention, register
 from ferrohook.compat.mi_crow.controllers import Controller, InterventionController
 from ferrohook.compat.mi_crow.detectors import Detector
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
-from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.names.select import refuse_container
 from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.texts import counted
@@ -24,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.effects.typed import OnError
-    from ferrohook.registration.scopes import Scope
+    from ferrohook import Scope
+    from ferrohook.typing import HandleGroup, OnError
 
 # Shared by all `Layers`: a hook is on at most one layer.
 _LOCK = threading.RLock()
@@ -34,7 +31,7 @@ _LOCK = threading.RLock()
 class _Registered(NamedTuple):
     hook: Hook
     module: nn.Module
-    attachment: Attachment
+    group: HandleGroup
     options: dict[str, Any]
 
 
@@ -99,14 +96,12 @@ class Layers:
         if isinstance(hook, Intervention):
             hook = InterventionController(layer_signature, hook)
         if not isinstance(hook, Hook):
-            msg = f"hook is a Detector or a Controller, got {describe(hook)}"
-            if isinstance(hook, NativeDetector | TypedHook) or (
-                callable(hook) and not isinstance(hook, type)
-            ):
-                msg += ": register it by ferrohook.register(model, layer, hook)"
+            msg = (
+                f"hook must be a Detector or a Controller, got {describe(hook)}: register other "
+                "hooks with ferrohook.register(model, layer, hook)"
+            )
             raise HookTypeError(msg)
         path, module = self._find(layer_signature)
-        refuse_container(path, module)
         kind = hook.hook_type if hook_type is None else hook._validated(hook_type)
         callback, with_kwargs = hook._for_registry(kind)
         options: dict[str, Any] = {
@@ -122,26 +117,24 @@ class Layers:
                 raise HookError(msg)
             if hook._layers is not None:  # its handle was removed without its `Layers`
                 hook._layers.unregister_hook(hook)
-            attachment = Attachment()
-            if scope is not None:
-                attachment.release_with(scope)
+            group = register(
+                self.model,
+                module,
+                callback,
+                phase=kind.phase,
+                with_kwargs=with_kwargs,
+                scope="global" if scope is None else scope,
+                **options,
+            )
             try:
-                attach({path: module}, attachment)
-                (handle,) = attachment.register(
-                    [module],
-                    kind.phase,
-                    callback,
-                    with_kwargs=with_kwargs,
-                    scope=scope,
-                    **options,
-                )
                 if not hook._enabled:
-                    handle.disable()
+                    group.disable()
+                (hook._handle,) = group
                 hook.layer_signature, hook._hook_type = layer_signature, kind
-                hook._handle, hook._layer, hook._layers = handle, path, self
-                self._hooks[hook.id] = _Registered(hook, module, attachment, options)
+                hook._layer, hook._layers = path, self
+                self._hooks[hook.id] = _Registered(hook, module, group, options)
             except BaseException:
-                attachment.release()
+                group.remove()
                 raise
         return hook.id
 
@@ -158,7 +151,7 @@ class Layers:
             hook = registered.hook
             hook._enabled = hook.enabled
             # First: if Ctrl-C interrupts the rest, the next call completes it.
-            registered.attachment.release()
+            registered.group.remove()
             hook._handle = hook._layer = hook._layers = None
             del self._hooks[hook.id]
         return True
