@@ -20,6 +20,7 @@ __all__ = [
     "EndOfCall",
     "ForwardLog",
     "Frame",
+    "GateHook",
     "GpuVector",
     "HookHandle",
     "HookedBase",
@@ -368,7 +369,11 @@ class LastHook(NativeHook):
 class Stop(BaseException): ...
 
 def store_rows(
-    collector: Collector, values: list[tuple[int, Any]], positions: list[int] | None
+    collector: Collector,
+    values: list[tuple[int, Any]],
+    positions: list[int] | None,
+    rows: list[int] | None = None,
+    sequences: int = ...,
 ) -> None: ...
 def to_device(tensor: Any, device: Any) -> Any: ...
 def cache_programs(on: bool) -> None: ...
@@ -470,6 +475,7 @@ class TokenTracker(Frame):
         tokens: Any = None,
         positions: Any = None,
         sequences: int = ...,
+        lengths: Any = None,
     ) -> None: ...
     @property
     def tokens_around(self) -> Any: ...  # `tokens` of `set_masks`
@@ -516,12 +522,20 @@ class InterventionBase(NativeHook):
     def apply(self, value: Any) -> Any: ...  # the value's type
 
 @final
+class GateHook(NativeHook):
+    def __new__(cls, read: Callable[..., Any], part: Any, mask: int) -> Self: ...
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
+
+@final
 class MaskedHook(NativeHook):
     def __new__(
         cls,
         hook: NativeHook | Callable[..., Any],
-        mask: int,
+        mask: int | None,
         tracker: TokenTracker | None = None,
+        *,
+        condition: Callable[..., Any] | None = None,
+        strength: float | None = None,
     ) -> Self: ...
     @property
     def hook(self) -> Any: ...  # the one that it was made with

@@ -7,6 +7,7 @@
 # model checks, in each of its calls in a request, that no module was replaced, and finds the
 # positions of the tokens, if the plan names any.
 
+from ferrohook.plans.entries import gate as gate
 from ferrohook.plans.entries import keep as keep
 from ferrohook.plans.entries import on as on
 from ferrohook.plans.plan import Plan as Plan
@@ -14,4 +15,4 @@ from ferrohook.plans.prepared import Prepared as Prepared
 from ferrohook.plans.prepared import Request as Request
 from ferrohook.plans.prepared_plans import PreparedPlans as PreparedPlans
 
-__all__ = ["Plan", "Prepared", "PreparedPlans", "Request", "keep", "on"]
+__all__ = ["Plan", "Prepared", "PreparedPlans", "Request", "gate", "keep", "on"]

@@ -1,20 +1,30 @@
-"""Entries of plans: `on` and `keep`."""
+"""Entries of plans: `on`, `keep` and `gate`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import CaptureKeywords, options_of
 from ferrohook.effects.intervention import Intervention
+from ferrohook.errors import HookTypeError
+from ferrohook.gates.aggregation import By, Over, check_over
+from ferrohook.gates.conditions import (
+    Condition,
+    Ramp,
+    check_condition,
+    check_name,
+    check_strength,
+)
+from ferrohook.gates.readings import Reading
 from ferrohook.tokens.positions import At, check_at
 from ferrohook.tokens.tracking import check_takes_at
-from ferrohook.util.arguments import check_encodes, expect
+from ferrohook.util.arguments import check_encodes, check_output_index, expect
 from ferrohook.util.tables import text_table
 from ferrohook.util.tensors import content_of
 from ferrohook.util.texts import MODEL, name_of
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
     from ferrohook.captures.recorders import Calls
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
+    from ferrohook.util.arguments import OutputIndex
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "prepend": False,
@@ -34,16 +45,30 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "always_call": False,
     "priority": 0,
     "on_error": "raise",
+    "when": None,
+    "strength": None,
 }
+_GATE: Final = "@gate."
+"""Prefix of the names of gates among quantities."""
 
 
 class PlanEntry:
-    """An entry of a plan: made by `on` or `keep`."""
+    """An entry of a plan: made by `on`, `keep` or `gate`."""
 
     what: Selector
     at: At
     options: dict[str, Any]
     """The options that are not the default."""
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Names of the gates that it depends on."""
+        return frozenset()
+
+    @property
+    def positioned(self) -> bool:
+        """True if it needs the positions of tokens."""
+        return self.at is not None or bool(self.gates)
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -78,6 +103,18 @@ class HookEntry(PlanEntry):
     at: At
     phase: Phase
     options: dict[str, Any]
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Names of the gates that it depends on."""
+        when, strength = self.options.get("when"), self.options.get("strength")
+        own = frozenset() if when is None else frozenset(when.gates())
+        return own | {strength.gate} if isinstance(strength, Ramp) else own
+
+    @property
+    def hook_options(self) -> dict[str, Any]:
+        """Options of the hook as a registry takes them."""
+        return {name: it for name, it in self.options.items() if name not in {"when", "strength"}}
 
     def _needs(self) -> Iterator[str]:
         yield from self.options
@@ -118,8 +155,16 @@ class KeepEntry(PlanEntry):
     label: str | None
     options: dict[str, Any]
 
+    @property
+    def gates(self) -> frozenset[str]:
+        """Name of the gate whose values it captures."""
+        named = isinstance(self.what, str) and self.what.startswith(_GATE)
+        return frozenset((str(self.what).removeprefix(_GATE),)) if named else frozenset()
+
     def _needs(self) -> Iterator[str]:
-        return ("gradients" if name == "grads" else name for name in self.options)
+        yield from ("gradients" if name == "grads" else name for name in self.options)
+        if self.gates:
+            yield "gate"
 
     def name_of(self, path: str) -> str:
         """Returns the name of a module's activations in `acts`."""
@@ -139,6 +184,110 @@ class KeepEntry(PlanEntry):
         return (_shown(self.what), title, phase, _shown(self.at), _shown_options(shown))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class GateEntry(PlanEntry):
+    """A number that a plan reads from each token, on which its hooks may depend."""
+
+    name: str
+    what: Selector
+    reading: Reading
+    at: At
+    over: Over
+    by: By
+    lag: int
+    options: dict[str, Any]
+
+    @property
+    def positioned(self) -> bool:
+        """True: its values belong to tokens."""
+        return True
+
+    def _needs(self) -> Iterator[str]:
+        yield from ("gate", *self.options)
+
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
+        own = (self.name, self.what, self.at, self.lag, self.options)
+        return ("gate", *map(content_of, own), self.reading.content(), self.over, self.by)
+
+    def __reduce__(self) -> Any:
+        own = {"at": self.at, "over": self.over, "by": self.by, "lag": self.lag, **self.options}
+        return functools.partial(gate, **own), (self.name, self.what, self.reading)
+
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
+        phase = "forward_pre" if self.options.get("inputs") else "forward"
+        shown = {"over": self.over, "by": self.by, **({"lag": self.lag} if self.lag else {})}
+        shown |= {name: it for name, it in self.options.items() if name != "inputs"}
+        title = f"gate {self.name!r}: {type(self.reading).__name__}"
+        return (_shown(self.what), title, phase, _shown(self.at), _shown_options(shown))
+
+
+Entry: TypeAlias = HookEntry | KeepEntry | GateEntry
+"""An entry of a plan."""
+
+
+def gate(  # noqa: PLR0913 (all but the first three by keyword)
+    name: str,
+    what: Selector,
+    reading: Reading,
+    *,
+    at: At = None,
+    over: Over = "token",
+    by: By = "max",
+    lag: int = 0,
+    inputs: bool = False,
+    output_index: OutputIndex = None,
+) -> GateEntry:
+    """Makes a plan entry that reads a number from each token, for entries that depend on it.
+
+    Other entries of the plan take it by its name: `on(..., when=above(name, 0.3))`,
+    `on(..., strength=ramp(name, 0.1, 0.5))`, `keep("@gate.name")`. A gate without such entries may
+    be captured only. It changes nothing itself, and reads what the entries before it left.
+
+    Its value at a token is made of readings up to that token, each of which is stored with the
+    token's position: a token that runs again has the reading of its first run.
+
+    Args:
+        name: its name in the plan.
+        what: one place, see `select`: a module that returns a tensor, or a quantity.
+        reading: number of each token, such as `Cosine(direction)`.
+        at: tokens that it reads, see `At`; None for all. Models give their first tokens huge
+            norms, so `slice(1, None)` or `"generated"` often fits better.
+        over: readings that make a value: of `"token"` itself; of the `"prompt"`, known from its
+            last token on; of the sequence `"so_far"`; or `window(n)`, `ema(decay)`.
+        by: how they make one value: `max`, `min`, `mean` or `last`. Not used with `ema`.
+        lag: 1 for the value that the token before had, at generated tokens only: for a gate that
+            reads later in the forward than the entries that depend on it.
+        inputs: read the module's input.
+        output_index: tensor to read in a value of several, as in `capture`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: an unknown `at`, `over` or `by`, an empty name, or a `lag` that does not fit.
+
+    Examples:
+        >>> plan = fh.Plan(
+        ...     fh.gate("refuses", "layers.12", fh.Cosine(direction), over="prompt"),
+        ...     fh.on("layers.16", fh.Add(v, scale=4.0), when=fh.above("refuses", 0.3)),
+        ... )
+    """
+    check_name(name)
+    expect(reading, Reading, "reading must be one, such as Cosine(direction)")
+    check_at(at)
+    check_over(over, by)
+    expect(lag, int, "lag must be 0 or 1")
+    if lag not in {0, 1} or (lag and over == "prompt"):
+        msg = f"lag must be 0 or 1, and 0 with over='prompt', got {lag}"
+        raise ValueError(msg)
+    expect(inputs, bool, "inputs must be a bool")
+    check_output_index(output_index, "output_index", object)
+    options: dict[str, Any] = {}
+    if inputs:
+        options["inputs"] = True
+    if output_index is not None:
+        options["output_index"] = output_index
+    return GateEntry(name, what, reading, at, over, by, lag, options)
+
+
 def on(  # noqa: PLR0913 (the options of `register`)
     what: Selector,
     hook: Intervention | TypedHook | Callable[..., Any],
@@ -150,6 +299,8 @@ def on(  # noqa: PLR0913 (the options of `register`)
     always_call: bool = False,
     priority: int = 0,
     on_error: OnError = "raise",
+    when: Condition | None = None,
+    strength: float | Ramp | None = None,
 ) -> HookEntry:
     """Makes a plan entry that puts a hook on modules.
 
@@ -165,6 +316,10 @@ def on(  # noqa: PLR0913 (the options of `register`)
         always_call: see `register`.
         priority: see `register`.
         on_error: see `register`.
+        when: condition on gates of the plan, such as `above("angry", 0.3)`: the hook acts only at
+            tokens where it is known to be true. The hook is one that takes `at`.
+        strength: how much of its change is made: a number `s` for `x + s * (changed - x)`, or a
+            `ramp` for one that follows a gate. The hook is one that takes `at`.
 
     Raises:
         HookTypeError: the hook or an option has the wrong type.
@@ -181,9 +336,14 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "on_error": on_error,
     }
     Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
-    if at is not None:
+    if when is not None:
+        check_condition(when)
+    if strength is not None:
+        check_strength(strength)
+    if not (at is None and when is None and strength is None):
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
-    chosen = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    options |= {"when": when, "strength": strength}
+    chosen = {name: it for name, it in options.items() if it != _DEFAULTS[name]}
     return HookEntry(what, hook, at, phase, chosen)
 
 
@@ -193,6 +353,7 @@ class KeepOptions(CaptureKeywords, total=False):
     calls: Calls
 
 
+_NOT_OF_GATES: Final = frozenset({"at", "inputs", "output_index", "slice", "grads", "stop"})
 _CAPTURE_DEFAULTS: Final = {"detach": True, "copy": "checked", "calls": "last"}
 """Defaults other than None and False."""
 
@@ -209,6 +370,9 @@ def keep(
         **options: as in `capture`: `at`, `inputs`, `output_index`, `detach`, `device`, `dtype`,
             `slice`, `copy`, `calls`, `grads`, `stop`, and `max_bytes` for each request.
 
+    `"@gate.NAME"` captures the values of a gate of the plan: one for each token that it reads, NaN
+    where the value is unknown.
+
     Raises:
         HookTypeError, ValueError, RuntimeError: as `capture` does.
         TypeError: an option that `capture` has not.
@@ -220,6 +384,10 @@ def keep(
     if label is not None:
         check_encodes(label, "label")
     options_of(**options)
+    entry = KeepEntry(what, None, label, {})
+    if entry.gates and (refused := options.keys() & _NOT_OF_GATES):
+        msg = f"{what!r} has one number for each token that the gate reads: leave out {min(refused)}"
+        raise HookTypeError(msg)
     at = options.pop("at", None)
     if (device := options.get("device")) is not None:
         options["device"] = str(torch.device(device))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.errors import HookError
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
 from ferrohook.plans.reading import JsonLimits, read
 from ferrohook.plans.writing import written
@@ -25,10 +26,11 @@ class Plan:
     Plans combine by `+`, compare and hash by content, and pickle if their functions do.
 
     Args:
-        *entries: results of `on` and `keep`, or plans.
+        *entries: results of `on`, `keep` and `gate`, or plans.
 
     Raises:
         HookTypeError: an entry is none of these.
+        HookError: two gates have one name.
 
     Examples:
         >>> plan = fh.Plan(fh.on("layers.5", fh.Add(vector)), fh.keep("layers.*"))
@@ -39,17 +41,23 @@ class Plan:
 
     __slots__ = ("entries",)
 
-    entries: tuple[HookEntry | KeepEntry, ...]
+    entries: tuple[Entry, ...]
     """The entries, in order."""
 
-    def __init__(self, *entries: HookEntry | KeepEntry | Plan) -> None:
-        flat: list[HookEntry | KeepEntry] = []
+    def __init__(self, *entries: Entry | Plan) -> None:
+        flat: list[Entry] = []
         for entry in entries:
             if isinstance(entry, Plan):
                 flat += entry.entries
                 continue
-            expect(entry, HookEntry | KeepEntry, "Plan takes results of on() and keep(), or plans")
+            expected = "Plan takes results of on(), keep() and gate(), or plans"
+            expect(entry, HookEntry | KeepEntry | GateEntry, expected)
             flat.append(entry)
+        names = [entry.name for entry in flat if isinstance(entry, GateEntry)]
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            msg = f"two gates of the plan are called {twice!r}: rename one"
+            raise HookError(msg)
         object.__setattr__(self, "entries", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -86,7 +94,8 @@ class Plan:
             HookTypeError: `model` is no `nn.Module`, `max_bytes` no int, or a vector does not fit a
                 module whose width is known; names entry and module.
             SelectionError: an entry matches no module; names the entry.
-            HookError: a module cannot be instrumented, or is captured twice under one name.
+            HookError: a module cannot be instrumented, or is captured twice under one name; a gate
+                that an entry names is missing, or reads several places.
         """
         expect_module(model, "prepare takes")
         if max_bytes is not None:

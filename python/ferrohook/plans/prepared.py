@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
+    Collector,
     Frame,
+    GateHook,
     HookHandle,
     ModuleTree,
     RequestBase,
@@ -28,11 +30,14 @@ from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
-from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.gates.conditions import Ramp
+from ferrohook.gates.hooks import Choice, GateReader
+from ferrohook.gates.state import GateStates
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
-from ferrohook.tokens.positions import At, native_at
+from ferrohook.tokens.positions import EVERYWHERE, At, native_at
 from ferrohook.tokens.sequences import Sequences
 from ferrohook.tokens.tracking import (
     encoders_in,
@@ -44,12 +49,12 @@ from ferrohook.tokens.tracking import (
     with_tokens_ahead,
 )
 from ferrohook.util.arguments import expect
+from ferrohook.util.texts import listed
 from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ferrohook._core import Collector
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
@@ -57,6 +62,8 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 2**63 - 1
 """Tokens of a prompt at most."""
+_VECTORS: Final = len(("batch", "length", "width"))
+"""Dimensions of a tensor with a vector for each token."""
 
 
 class _Contents:
@@ -69,6 +76,7 @@ class _Contents:
         self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
+        self.gates: dict[str, GateReader] = {}
         self.guard: HookHandle | None = None
         """Runs as the model is called."""
         # Read by the core when a request ends. True once every hook has fired, or once a warning
@@ -85,7 +93,7 @@ class Prepared:
 
     def __init__(
         self,
-        entries: tuple[HookEntry | KeepEntry, ...],
+        entries: tuple[Entry, ...],
         model: nn.Module,
         max_bytes: int | None = None,
         *,
@@ -116,6 +124,7 @@ class Prepared:
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)
         _check_order(self.entries, found)
+        gates = _gates_of(self.entries)
         everything = modules_of(it for places in found for it in places.values())
         stacks = self._stacks(model, found)
         parts = {path: model.get_submodule(path) for path in stacks}
@@ -126,16 +135,25 @@ class Prepared:
         guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
         self._contents.guard = guards[""]
         names: set[str] = set()
+        for entry, places in zip(self.entries, found, strict=True):
+            if isinstance(entry, GateEntry):
+                self._contents.gates[entry.name] = GateReader(entry, *places.values())
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
-                self._register(number, entry, places, attachment)
+                self._register(number, entry, places, attachment, gates)
+                continue
+            if isinstance(entry, GateEntry):
+                self._read(number, entry, places, attachment)
                 continue
             kept = {entry.name_of(name): place for name, place in places.items()}
             if twice := names & kept.keys():
                 msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
                 raise HookError(msg)
+            if entry.gates:
+                self._keep_gate(entry, *entry.gates)
+            else:
+                self._keep(model, number, entry, kept, found)
             names |= kept.keys()
-            self._keep(model, number, entry, kept, found)
         if ats := self._contents.ats:
             name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
@@ -156,7 +174,7 @@ class Prepared:
         self, model: nn.Module, found: list[dict[str, Place]]
     ) -> dict[str, TokenStack | None]:
         """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
-        at = [number for number, entry in enumerate(self.entries) if entry.at is not None]
+        at = [number for number, entry in enumerate(self.entries) if entry.positioned]
         if at and self._positioned:
             return {"": None}
         stacks: dict[str, TokenStack | None] = {}
@@ -167,13 +185,25 @@ class Prepared:
         return stacks
 
     def _register(
-        self, number: int, entry: HookEntry, places: dict[str, Place], attachment: Attachment
+        self,
+        number: int,
+        entry: HookEntry,
+        places: dict[str, Place],
+        attachment: Attachment,
+        gates: dict[str, GateEntry],
     ) -> None:
-        mask = None if entry.at is None else self._mask(entry.at)
+        mask = self._mask(entry)
+        when, strength = entry.options.get("when"), entry.options.get("strength")
+        form = functools.partial(
+            masked,
+            mask=mask,
+            condition=Choice(gates, when, strength) if entry.gates else None,
+            strength=None if isinstance(strength, Ramp) else strength,
+        )
         with _named(number):
             groups = hooks_at(places, entry.hook, entry.phase)
-            if mask is not None:
-                groups = [each._replace(hook=masked(each.hook, mask)) for each in groups]
+            if not (mask is None and strength is None):
+                groups = [each._replace(hook=form(each.hook)) for each in groups]
         for group in groups:
             handles = attachment.register(
                 [*group.modules.values()],
@@ -182,7 +212,7 @@ class Prepared:
                 scope=self._frame,
                 names=[*group.modules],
                 entry=number,
-                **entry.options | group.options,
+                **entry.hook_options | group.options,
             )
             self._contents.handles += zip(group.modules, handles, strict=True)
 
@@ -195,7 +225,7 @@ class Prepared:
         found: list[dict[str, Place]],
     ) -> None:
         captures = self._contents.captures
-        mask = None if entry.at is None else self._mask(entry.at)
+        mask = self._mask(entry)
         captures.append(
             Recorders.begin(
                 model,
@@ -207,9 +237,32 @@ class Prepared:
             )
         )
 
-    def _mask(self, at: At) -> int:
-        """Returns the index of positions in the plan."""
-        self._contents.ats.append(at)
+    def _read(
+        self, number: int, entry: GateEntry, places: dict[str, Place], attachment: Attachment
+    ) -> None:
+        """Registers the hook of a gate."""
+        (place,) = places.values()
+        mask = cast("int", self._mask(entry))
+        hook = GateHook(self._contents.gates[entry.name], place.part, mask)
+        phase = "forward_pre" if place.inputs else "forward"
+        handles = attachment.register(
+            [place.module], phase, hook, scope=self._frame, names=[place.path], entry=number
+        )
+        self._contents.handles += zip(places, handles, strict=True)
+
+    def _keep_gate(self, entry: KeepEntry, gate: str) -> None:
+        """Has the values of a gate captured."""
+        captures = self._contents.captures
+        self._contents.gates[gate].kept.append(len(captures))
+        name, options = entry.name_of(str(entry.what)), options_of(**entry.options)
+        collector = Collector([name], stop=None, **options.collector)
+        captures.append(Recorders({name: 0}, options, collector, [], {}, {}))
+
+    def _mask(self, entry: Entry) -> int | None:
+        """Returns the index of an entry's positions in the plan; None if it needs none."""
+        if not entry.positioned:
+            return None
+        self._contents.ats.append(EVERYWHERE if entry.at is None else entry.at)
         return len(self._contents.ats) - 1
 
     def open(
@@ -242,6 +295,8 @@ class Prepared:
             request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
             request.sequences = Sequences(request.prompt, weakly(request.accept))
+        if self._contents.gates:
+            request.gates = GateStates()
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -321,6 +376,8 @@ class Request(RequestBase, Scope):
     """Kept alive: dropping it removes the hooks."""
     sequences: Sequences
     """Sequences that its calls ran, for a plan with positions."""
+    gates: GateStates
+    """Readings of its gates, for a plan with some."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
@@ -352,7 +409,7 @@ class Request(RequestBase, Scope):
         ]
 
     @property
-    def entries(self) -> tuple[HookEntry | KeepEntry, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """The entries of its plan."""
         return self._prepared.entries
 
@@ -390,6 +447,8 @@ class Request(RequestBase, Scope):
 
     def accept(self, tokens: int) -> None:
         """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
+        if self._plan.gates:
+            self.gates.take_back(tokens)
         model = self.model
         encoders = () if model is None else encoders_in(model)
         numbers = [n for n, entry in enumerate(self.entries) if isinstance(entry, KeepEntry)]
@@ -465,7 +524,9 @@ def _named(number: int) -> Iterator[None]:
         raise type(error)(msg) from error
 
 
-def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
+def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
+    if isinstance(entry, KeepEntry) and entry.gates:
+        return {}
     with _named(number):
         if isinstance(entry, HookEntry):
             places = hooked_places_of(model, entry.what, entry.phase)
@@ -473,13 +534,47 @@ def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[s
             inputs = entry.options.get("inputs", False)
             part = entry.options.get("output_index")
             places = places_of(model, entry.what, inputs=inputs, output_index=part)
-    if entry.at is None:
+        if isinstance(entry, GateEntry):
+            _check_gate(entry, places)
+    if not entry.positioned:
         return places
     return {name: with_tokens_ahead(place) for name, place in places.items()}
 
 
+def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
+    """Validates the place of a gate.
+
+    Raises:
+        HookError: there are several.
+        HookTypeError: its tensor has another width than the reading.
+    """
+    if len(places) != 1:
+        msg = f"gate {entry.name!r} reads one place, and its `what` selects {listed(places)}"
+        raise HookError(msg)
+    ((name, place),) = places.items()
+    width = place.shape[-1] if place.shape is not None and place.head is None else None
+    if width is not None and len(place.shape or ()) == _VECTORS and entry.reading.width not in {None, width}:
+        msg = f"{entry.reading!r} reads vectors of width {entry.reading.width}, {name} has {width}"
+        raise HookTypeError(msg)
+
+
+def _gates_of(entries: Sequence[Entry]) -> dict[str, GateEntry]:
+    """Returns the gates of a plan by name.
+
+    Raises:
+        HookError: an entry depends on one that is not there.
+    """
+    gates = {entry.name: entry for entry in entries if isinstance(entry, GateEntry)}
+    for number, entry in enumerate(entries):
+        if unknown := entry.gates - gates.keys():
+            known = f"it has {listed(gates)}" if gates else "it has none"
+            msg = f"entry {number}: the plan has no gate {min(unknown)!r}; {known}"
+            raise HookError(msg)
+    return gates
+
+
 def _priority_of_keep(
-    entries: tuple[HookEntry | KeepEntry, ...],
+    entries: tuple[Entry, ...],
     found: list[dict[str, Place]],
     number: int,
     kept: Place,
@@ -514,7 +609,7 @@ def _priority_of_keep(
 
 
 def _check_order(
-    entries: Sequence[HookEntry | KeepEntry], found: Sequence[Mapping[str, Place]]
+    entries: Sequence[Entry], found: Sequence[Mapping[str, Place]]
 ) -> None:
     """Validates that entries on a pattern run in their order: all at positions, or none.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor
 
 from ferrohook.effects.interventions import KINDS
-from ferrohook.plans.entries import HookEntry, KeepEntry, KeepOptions, keep, on
+from ferrohook.gates.aggregation import ema, window
+from ferrohook.gates.conditions import Condition, above, below, between, ramp
+from ferrohook.gates.readings import READINGS
+from ferrohook.plans.entries import Entry, KeepOptions, gate, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.util.arguments import check_encodes, describe, expect
 from ferrohook.util.texts import missing_package
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _STORED: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """The dtypes' names in files of safetensors."""
@@ -39,6 +43,11 @@ _LONGEST_PATH: Final = 64
 _MOST_DIMENSIONS: Final = 8
 _MOST_INDICES: Final = 2**16
 """Members of the lists in `slice=` of all entries, at most."""
+_DEEPEST_CONDITION: Final = 16
+"""Conditions within conditions, at most."""
+_MOST_ARGUMENTS: Final = 3
+_MOST_IDS: Final = 1024
+"""Token ids of a reading, at most."""
 _DIGITS: Final = 19
 _INT64: Final = 2**63
 
@@ -71,7 +80,7 @@ def read(
     text: str | bytes | Mapping[str, Any],
     tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
     limits: JsonLimits,
-) -> list[HookEntry | KeepEntry]:
+) -> list[Entry]:
     """Reads entries from JSON; see `Plan.from_json`."""
     found = text if isinstance(text, Mapping) else _parsed(text, limits)
     fields = _fields(found, "the plan", {"version", "entries"}, {"version", "entries"})
@@ -170,19 +179,21 @@ class _Reader:
         self._selectors = 0
         self._indices = 0
 
-    def entry(self, value: Any, path: str) -> HookEntry | KeepEntry:
+    def entry(self, value: Any, path: str) -> Entry:
         kind = _type(value, path, _ENTRIES)
         allowed = {"type", *_ENTRIES[kind]}
-        fields = _fields(value, path, allowed, {"what", "hook"} if kind == "on" else set())
+        fields = _fields(value, path, allowed, _NEEDED[kind])
         self._count_selectors(1, f"{path}.what")
         own = {"what": self._selector(fields.get("what"), f"{path}.what")}
         if kind == "on":
             own["hook"] = self._hook(fields["hook"], f"{path}.hook")
-        for name in fields.keys() - {"type", "what", "hook"}:
+        if kind == "gate":
+            own["reading"] = self._reading(fields["reading"], f"{path}.reading")
+        for name in fields.keys() - {"type", "what", "hook", "reading"}:
             it, place = fields[name], f"{path}.{name}"
             own[name] = self._index(it, place) if name == "slice" else _read_option(name, it, place)
         with _named(path):
-            return on(**own) if kind == "on" else keep(**own)
+            return _MAKERS[kind](**own)
 
     def _hook(self, value: Any, path: str) -> Any:
         cls = KINDS[_type(value, path, KINDS)]
@@ -196,6 +207,22 @@ class _Reader:
                 fields[name] = _part(it, f"{path}.{name}")
             else:
                 fields[name] = _plain(it, f"{path}.{name}")
+        with _named(path):
+            return cls(**fields)
+
+    def _reading(self, value: Any, path: str) -> Any:
+        cls = READINGS[_type(value, path, READINGS)]
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = dict(_fields(value, path, {"type", *names}, set()))
+        del fields["type"]
+        for name, it in fields.items():
+            place = f"{path}.{name}"
+            if isinstance(it, Mapping):
+                fields[name] = self._tensor(it, place)
+            elif isinstance(it, list):
+                fields[name] = _ids(it, place)
+            else:
+                fields[name] = _plain(it, place)
         with _named(path):
             return cls(**fields)
 
@@ -293,8 +320,21 @@ class _Reader:
 _ENTRIES: Final = {
     "on": frozenset(inspect.signature(on).parameters),
     "keep": frozenset(("what", "label", *KeepOptions.__annotations__)),
+    "gate": frozenset(inspect.signature(gate).parameters),
 }
 """Names of the fields of an entry, by its type."""
+_NEEDED: Final = {"on": {"what", "hook"}, "keep": set(), "gate": {"name", "what", "reading"}}
+_MAKERS: Final[Mapping[str, Callable[..., Entry]]] = {"on": on, "keep": keep, "gate": gate}
+_CALLS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = {
+    "over": {"window": window, "ema": ema},
+    "strength": {"ramp": ramp},
+}
+"""Options whose values are made by a function, with the functions by name."""
+_COMPARISONS: Final[Mapping[str, Callable[..., Condition]]] = {
+    "above": above,
+    "below": below,
+    "between": between,
+}
 
 
 @contextlib.contextmanager
@@ -410,9 +450,65 @@ def _slice(value: Mapping[str, Any], path: str) -> slice:
     return slice(*bounds)
 
 
+def _condition(value: Any, path: str, depth: int = 0) -> Condition:
+    """Reads a condition on gates."""
+    kinds = {*_COMPARISONS, "and", "or", "not"}
+    kind = next(iter(value), None) if isinstance(value, Mapping) and len(value) == 1 else None
+    if kind not in kinds or depth > _DEEPEST_CONDITION:
+        msg = (
+            f"{path}: an object with one key of {', '.join(sorted(kinds))} is expected, nested at "
+            f"most {_DEEPEST_CONDITION} deep, got {_short(value)}"
+        )
+        raise ValueError(msg)
+    inner = _fields(value, path, kinds, set())[kind]
+    if kind == "not":
+        return ~_condition(inner, f"{path}.not", depth + 1)
+    arguments = _listed(inner, f"{path}.{kind}")
+    if kind in _COMPARISONS:
+        plain = [_plain(each, path) for each in arguments]
+        with _named(f"{path}.{kind}"):
+            return _COMPARISONS[kind](*plain)
+    if len(arguments) != 2:  # noqa: PLR2004 (sides)
+        msg = f"{path}.{kind}: a list of two conditions is expected, got {len(arguments)}"
+        raise ValueError(msg)
+    one, other = (_condition(each, f"{path}.{kind}", depth + 1) for each in arguments)
+    return one & other if kind == "and" else one | other
+
+
+def _call(value: Mapping[str, Any], path: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
+    """Reads an object with one key, the name of what is made of its value."""
+    kind = next(iter(_fields(value, path, {*makers}, set())), None)
+    if kind is None or len(value) != 1:
+        msg = f"{path}: an object with one key of {', '.join(makers)} is expected"
+        raise ValueError(msg)
+    given = value[kind]
+    arguments = _listed(given, path) if isinstance(given, list) else [given]
+    plain = [_plain(each, path) for each in arguments]
+    with _named(path):
+        return makers[kind](*plain)
+
+
+def _listed(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list) or len(value) > _MOST_ARGUMENTS:
+        msg = f"{path}: a list of at most {_MOST_ARGUMENTS} values is expected, got {_short(value)}"
+        raise ValueError(msg)
+    return value
+
+
+def _ids(value: list[Any], path: str) -> list[int]:
+    if len(value) > _MOST_IDS or not all(type(each) is int for each in value):
+        msg = f"{path}: a list of at most {_MOST_IDS} ints is expected"
+        raise ValueError(msg)
+    return [_plain(each, path) for each in value]
+
+
 def _read_option(name: str, value: Any, path: str) -> Any:
     if name == "at" and isinstance(value, Mapping):
         return _slice(value, path)
+    if name == "when" and value is not None:
+        return _condition(value, path)
+    if name in _CALLS and isinstance(value, Mapping):
+        return _call(value, path, _CALLS[name])
     if name == "output_index":
         return _part(value, path)
     plain = _plain(value, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 import operator
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from ferrohook.effects.interventions import KINDS
 from ferrohook.errors import HookTypeError
-from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.gates.aggregation import Ema, Window
+from ferrohook.gates.conditions import Both, Comparison, Condition, Either, Not, Ramp
+from ferrohook.gates.readings import READINGS, Reading
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry
 from ferrohook.util.arguments import describe
 from ferrohook.util.texts import name_of
 
@@ -30,23 +34,78 @@ FLAGS: Final = {
 """Flags of regexes in JSON, by name."""
 
 
-def written(entries: tuple[HookEntry | KeepEntry, ...]) -> str:
+def written(entries: tuple[Entry, ...]) -> str:
     """Writes entries as JSON; see `Plan.to_json`."""
     listed = [_entry(entry, f"entries[{number}]") for number, entry in enumerate(entries)]
     return json.dumps({"version": VERSION, "entries": listed}, allow_nan=False)
 
 
-def _entry(entry: HookEntry | KeepEntry, path: str) -> dict[str, Any]:
+def _entry(entry: Entry, path: str) -> dict[str, Any]:
     own: dict[str, Any] = {"what": _selector(entry.what, f"{path}.what")}
     if entry.at is not None:
         own["at"] = _at(entry.at, f"{path}.at")
     if isinstance(entry, HookEntry):
         hook = _hook(entry.hook, f"{path}.hook")
-        return {"type": "on", **own, "hook": hook, "phase": entry.phase, **entry.options}
+        options = entry.options | _dependence(entry, path)
+        return {"type": "on", **own, "hook": hook, "phase": entry.phase, **options}
+    if isinstance(entry, GateEntry):
+        own = {"name": entry.name, **own, "reading": _reading(entry.reading, f"{path}.reading")}
+        own |= {"over": _over(entry.over), "by": entry.by, "lag": entry.lag}
+        options = {name: _option(name, it, f"{path}.{name}") for name, it in entry.options.items()}
+        return {"type": "gate", **own, **options}
     if entry.label is not None:
         own["label"] = entry.label
     options = {name: _option(name, it, f"{path}.{name}") for name, it in entry.options.items()}
     return {"type": "keep", **own, **options}
+
+
+def _dependence(entry: HookEntry, path: str) -> dict[str, Any]:
+    """Writes the options with which an entry depends on gates."""
+    found: dict[str, Any] = {}
+    if (when := entry.options.get("when")) is not None:
+        found["when"] = _condition(when, f"{path}.when")
+    if isinstance(strength := entry.options.get("strength"), Ramp):
+        found["strength"] = {"ramp": [strength.gate, strength.start, strength.end]}
+    return found
+
+
+def _condition(condition: Condition, path: str) -> dict[str, Any]:
+    match condition:
+        case Comparison(gate, low, None, _):
+            return {"above": [gate, low]}
+        case Comparison(gate, None, high, _):
+            return {"below": [gate, high]}
+        case Comparison(gate, low, high, _):
+            return {"between": [gate, low, high]}
+        case Both(one, other):
+            return {"and": [_condition(one, path), _condition(other, path)]}
+        case Either(one, other):
+            return {"or": [_condition(one, path), _condition(other, path)]}
+        case Not(one):
+            return {"not": _condition(one, path)}
+    msg = f"{path}: JSON has conditions on gates, not {describe(condition)}"
+    raise HookTypeError(msg)
+
+
+def _over(over: Any) -> Any:
+    if isinstance(over, Window):
+        return {"window": over.size}
+    return {"ema": over.decay} if isinstance(over, Ema) else over
+
+
+def _reading(reading: Reading, path: str) -> dict[str, Any]:
+    cls = type(reading)
+    if READINGS.get(cls.__name__) is not cls:
+        msg = f"{path}: JSON has no reading {describe(reading)}"
+        raise HookTypeError(msg)
+    found: dict[str, Any] = {"type": cls.__name__}
+    for field in dataclasses.fields(reading):
+        value, place = getattr(reading, field.name), f"{path}.{field.name}"
+        if isinstance(value, Tensor):
+            found[field.name] = _value(value, place)
+        elif value is not None:
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _hook(hook: Any, path: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ Negative ints and bounds count from the end of the prompt, so -1 is its last tok
 gets -1 for padding, and its result there does not count.
 """
 
+EVERYWHERE = slice(0, None)
+"""All tokens, by their positions: for what needs these where `at` is None."""
 _NAMES = ("prompt", "last_prompt", "generated")
 PADDING = -1
 """Position of a padding token; any other negative one is padding too."""

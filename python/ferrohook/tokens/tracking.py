@@ -84,20 +84,29 @@ def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: boo
         raise HookTypeError(msg)
 
 
-def masked(hook: Any, mask: int, tracker: Tracker | None = None) -> MaskedHook:
-    """Makes the form of a hook that acts at positions.
+def masked(
+    hook: Any,
+    mask: int | None,
+    tracker: Tracker | None = None,
+    *,
+    condition: Callable[..., Any] | None = None,
+    strength: float | None = None,
+) -> MaskedHook:
+    """Makes the form of a hook that acts at positions, under a condition or with a strength.
 
     Args:
         hook: as `hooks_at` has it.
-        mask: index of the positions in the plan or the tracker.
+        mask: index of the positions in the plan or the tracker; None for a strength only.
         tracker: outside of plans.
+        condition: chooses among the tokens at the positions, see `Choice`.
+        strength: how much of its change is made; None for all of it.
 
     Raises:
         HookTypeError: it cannot change some positions only.
     """
     if isinstance(hook, Written) and hook.refuses_positions is not None:
         raise HookTypeError(hook.refuses_positions)
-    return MaskedHook(hook, mask, tracker)
+    return MaskedHook(hook, mask, tracker, condition=condition, strength=strength)
 
 
 def paths_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -214,7 +223,8 @@ def _find_positions(
     for at in tracker.plan_positions:
         check_prompt(at, found, module._get_name())
     masks = tuple(mask_of(at, found) for at in tracker.plan_positions)
-    tracker.set_masks(masks, (found, tracker.sequences), found.positions, found.number)
+    known = (found, tracker.sequences)
+    tracker.set_masks(masks, known, found.positions, found.number, found.lengths)
 
 
 def _refuse_positioned_batch(module: nn.Module) -> None:

@@ -62,6 +62,8 @@ mod _core {
         ShapeDetector,
     };
     #[pymodule_export]
+    use crate::effects::gate::GateHook;
+    #[pymodule_export]
     use crate::effects::gpu_vector::GpuVector;
     #[pymodule_export]
     use crate::effects::intervention::InterventionBase;

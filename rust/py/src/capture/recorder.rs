@@ -23,7 +23,7 @@ use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Again, NativeHook, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::registry::Audience;
-use crate::rows::places::{Position, TokenPositions};
+use crate::rows::places::{OF_REQUEST, Position, TokenPositions};
 use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
@@ -212,21 +212,25 @@ pub fn record(
     Ok(())
 }
 
-/// Stores the rows of a request that operators in a compiled region kept, by their places in the
-/// collector, with their positions.
+/// Stores values of a request that were computed outside of recorders, by their places in the
+/// collector: tensors with a row for each token, with the positions of the tokens, their rows in the
+/// request and the id of their sequences.
 ///
 /// Raises:
 ///     CaptureBudgetError: it would exceed `max_bytes`.
 #[pyfunction]
-#[pyo3(signature = (collector, values, positions))]
+#[pyo3(signature = (collector, values, positions, rows = None, sequences = OF_REQUEST))]
 pub fn store_rows(
     collector: &Bound<'_, Collector>,
     values: Vec<(usize, Bound<'_, PyAny>)>,
     positions: Option<Vec<i64>>,
+    rows: Option<Vec<usize>>,
+    sequences: u64,
 ) -> PyResult<()> {
-    let of_rows = |values: Vec<i64>| {
-        let values = values.into_iter().map(Position).collect();
-        TokenPositions::of_rows(values, 0)
+    let of_rows = |values: Vec<i64>| TokenPositions {
+        rows: rows.map(Into::into),
+        sequences,
+        ..TokenPositions::of_rows(values.into_iter().map(Position).collect(), 0)
     };
     let positions = positions.map(of_rows);
     values.iter().try_for_each(|(index, value)| {

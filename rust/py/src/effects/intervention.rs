@@ -1,7 +1,7 @@
 //! Interventions: native hooks that change one tensor of a module's input or output.
 
 use std::fmt::Display;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::Phase;
@@ -160,6 +160,7 @@ impl InterventionBase {
             intervention: slf,
             describe: &|| type_name(slf),
             mask: None,
+            strength: None,
         };
         change.part_of(value, &|x, residual| change.tensor(x, residual))
     }
@@ -198,11 +199,13 @@ impl InterventionBase {
         slf: &Bound<'py, Self>,
         turn: &Turn<'_, 'py>,
         mask: Option<&Mask>,
+        strength: Option<&Strength<'_, 'py>>,
     ) -> Outcome<'py> {
         let change = Change {
             intervention: slf,
             describe: turn.describe,
             mask: mask.map(|mask| (mask, CallArguments::of(turn))),
+            strength,
         };
         if matches!(turn.phase, Phase::BackwardPre | Phase::Backward) {
             return change.gradients(turn.value);
@@ -252,6 +255,31 @@ pub struct Change<'a, 'py> {
     pub describe: &'a dyn Fn() -> String,
     /// Where it changes; with the arguments of the call.
     pub mask: Option<(&'a Mask, CallArguments<'a, 'py>)>,
+    /// How much it changes; None: all the way.
+    pub strength: Option<&'a Strength<'a, 'py>>,
+}
+
+/// Strength `s` of a change: `x + s (changed - x)`.
+pub enum Strength<'a, 'py> {
+    /// One for all tokens.
+    Number(Bound<'py, PyAny>),
+    /// A number for each of the mask's tokens, in order.
+    OfTokens(Arc<Mask>, Bound<'py, PyAny>, CallArguments<'a, 'py>),
+}
+
+impl<'py> Strength<'_, 'py> {
+    pub fn blend(
+        &self,
+        describe: &dyn Fn() -> String,
+        changed: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let strength = match self {
+            Self::Number(number) => number.clone(),
+            Self::OfTokens(mask, numbers, call) => mask.spread(describe, numbers, x, Some(*call))?,
+        };
+        x.add(changed.sub(x)?.mul(strength)?)
+    }
 }
 
 impl<'py> Change<'_, 'py> {
@@ -332,7 +360,10 @@ impl<'py> Change<'_, 'py> {
         residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let changed = with_residual(x, residual, |x| self.everywhere(x));
-        let changed = changed.map_err(|cause| self.lacking(x, cause))?;
+        let mut changed = changed.map_err(|cause| self.lacking(x, cause))?;
+        if let Some(strength) = self.strength {
+            changed = strength.blend(self.describe, &changed, x)?;
+        }
         match self.mask {
             Some((mask, call)) => mask.merge(self.describe, &changed, x, Some(call)),
             None => Ok(changed),

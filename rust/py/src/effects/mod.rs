@@ -1,6 +1,7 @@
 //! Native hooks: implementations of the trait `Native`.
 
 pub mod detectors;
+pub mod gate;
 pub mod gpu_vector;
 pub mod intervention;
 pub mod planned;

@@ -1,16 +1,19 @@
 //! Native hooks of prepared plans: hooks at chosen positions, and the guard of the model.
 
+use std::sync::Arc;
+
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::cpython::invoke;
-use crate::effects::intervention::InterventionBase;
+use crate::effects::intervention::{InterventionBase, Strength};
 use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::merging::{InBatch, Merging, in_batch};
+use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
 use crate::rows::membership::Membership;
 use crate::rows::places::Tokens;
@@ -18,33 +21,42 @@ use crate::rows::tracker::TokenTracker;
 use crate::torch;
 use crate::torch::tree::ModuleTree;
 
-/// Hook at some positions: an intervention, or a forward hook of PyTorch's contract, whose result
-/// replaces the output there.
+/// Hook at some positions, under a condition or with a strength: an intervention, or a forward hook of
+/// PyTorch's contract, whose result replaces the output there.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct MaskedHook {
     hook: Py<PyAny>,
     /// True for an intervention.
     intervenes: bool,
-    /// Index of the positions in the plan or the tracker.
-    mask: usize,
+    /// Index of the positions in the plan or the tracker; None for all tokens, wherever they are.
+    mask: Option<usize>,
     /// None in a plan, whose requests are trackers.
     tracker: Option<Py<TokenTracker>>,
+    /// Chooses among the tokens at the positions: called with the request and the tokens, it returns
+    /// which of them the hook changes and with what strength, None for all the way; or None for no token.
+    condition: Option<Py<PyAny>>,
+    /// Strength without a condition.
+    strength: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl MaskedHook {
     #[new]
-    #[pyo3(signature = (hook, mask, tracker = None))]
+    #[pyo3(signature = (hook, mask, tracker = None, *, condition = None, strength = None))]
     fn new(
         hook: Bound<'_, PyAny>,
-        mask: usize,
+        mask: Option<usize>,
         tracker: Option<Py<TokenTracker>>,
+        condition: Option<Py<PyAny>>,
+        strength: Option<Py<PyAny>>,
     ) -> (Self, NativeHook) {
         let masked = Self {
             intervenes: hook.is_instance_of::<InterventionBase>(),
             hook: hook.unbind(),
             mask,
             tracker,
+            condition,
+            strength,
         };
         (masked, NativeHook::of::<Self>())
     }
@@ -62,7 +74,58 @@ impl MaskedHook {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.hook)?;
-        visit.call(&self.tracker)
+        visit.call(&self.tracker)?;
+        visit.call(&self.condition)?;
+        visit.call(&self.strength)
+    }
+}
+
+/// Where a hook changes a value, and how much.
+struct Extent<'a, 'py> {
+    /// None: everywhere.
+    mask: Option<Arc<Mask>>,
+    strength: Option<Strength<'a, 'py>>,
+}
+
+impl MaskedHook {
+    /// Returns where it changes the value of a turn; None if nowhere.
+    fn extent<'a, 'py>(&self, turn: &'a Turn<'_, 'py>) -> PyResult<Option<Extent<'a, 'py>>> {
+        let py = turn.module.py();
+        let number = self.strength.as_ref();
+        let strength = number.map(|it| Strength::Number(it.bind(py).clone()));
+        let Some(at) = self.mask else {
+            let mask = None;
+            return Ok(Some(Extent { mask, strength }));
+        };
+        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
+        let Some(condition) = &self.condition else {
+            let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
+            return Ok(match TokenTracker::chosen(tracker, at, own)? {
+                Chosen::Nothing => None,
+                Chosen::At(mask) => Some(Extent {
+                    mask: Some(mask),
+                    strength,
+                }),
+            });
+        };
+        let Some(tokens) = TokenTracker::tokens_at(tracker, at, turn)? else {
+            return Ok(None);
+        };
+        let arguments = (tracker, tokens.for_python(py)?);
+        let chosen = condition.bind(py).call1(arguments)?;
+        let chosen: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> = chosen.extract()?;
+        let Some((acts, strengths)) = chosen else {
+            return Ok(None);
+        };
+        let Some(mask) = tokens.mask.refined(&acts)? else {
+            return Ok(None);
+        };
+        let of_tokens =
+            |numbers| Strength::OfTokens(tokens.mask, numbers, CallArguments::of(turn));
+        Ok(Some(Extent {
+            mask: Some(Arc::new(mask)),
+            strength: strengths.map(of_tokens).or(strength),
+        }))
     }
 }
 
@@ -89,23 +152,27 @@ impl Native for MaskedHook {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
-        let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
-        let mask = match TokenTracker::chosen(tracker, self.mask, own)? {
-            Chosen::Nothing => return Ok(None),
-            Chosen::At(mask) => mask,
+        let Some(Extent { mask, strength }) = self.extent(turn)? else {
+            return Ok(None);
         };
+        let (mask, strength) = (mask.as_deref(), strength.as_ref());
         let hook = self.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
-            return InterventionBase::run_masked(intervention, turn, Some(&mask));
+            return InterventionBase::run_masked(intervention, turn, mask, strength);
         }
-        let result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
+        let mut result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
         if result.is_none() {
             return Ok(None);
         }
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("at positions it must return a tensor", &result));
         }
+        if let Some(strength) = strength {
+            result = strength.blend(turn.describe, &result, turn.value)?;
+        }
+        let Some(mask) = mask else {
+            return Ok(Some(result));
+        };
         let call = Some(CallArguments::of(turn));
         mask.merge(turn.describe, &result, turn.value, call)
             .map(Some)
@@ -132,6 +199,9 @@ impl InBatch for MaskedHook {
         owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         let py = object.py();
+        let (Some(at), None, None) = (self.mask, &self.condition, &self.strength) else {
+            return Ok(None);
+        };
         let Ok(intervention) = self.hook.bind(py).cast::<InterventionBase>() else {
             return Ok(None);
         };
@@ -139,9 +209,9 @@ impl InBatch for MaskedHook {
             return Ok(None);
         };
         let tracker = TokenTracker::of(py, self.tracker.as_ref(), Some(owner))?;
-        let places = TokenTracker::places(tracker, self.mask);
+        let places = TokenTracker::places(tracker, at);
         Ok(places.map(|places| Merging {
-            at: Some((self.mask, places)),
+            at: Some((at, places)),
             ..merging
         }))
     }

@@ -124,6 +124,7 @@ impl Joint for JointInterventions {
                 intervention: group.hooks[0].bind(now.py()),
                 describe: &|| (shared.describe)(group.part),
                 mask: None,
+                strength: None,
             };
             now = change.part_of(&now, &|x, residual| {
                 group.rows(&change, shared, x, residual)
@@ -290,7 +291,7 @@ impl Native for InterventionBase {
     }
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        Self::run_masked(object.cast()?, turn, None)
+        Self::run_masked(object.cast()?, turn, None, None)
     }
 
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
@@ -351,6 +352,7 @@ impl InBatch for InterventionBase {
                 intervention,
                 describe: part.describe,
                 mask: None,
+                strength: None,
             };
             let checked = change.part_of(value, &|x, _residual| {
                 if this.dims.is_some() {

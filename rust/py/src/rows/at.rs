@@ -210,6 +210,10 @@ pub enum Masks {
 /// Masks of tokens, for each of the positions of a plan.
 pub struct MasksOfTokens {
     chosen: Box<[Chosen]>,
+    /// Tensor with the length of each row's prompt; None if they are not known.
+    lengths: Option<Py<PyAny>>,
+    /// The same on the host, once it has waited for a GPU.
+    prompts: OnceLock<Arc<[i64]>>,
     /// Positions of a call's tokens, and the id of their sequences; None for a member of a batch, which
     /// has others for each module.
     call: Option<(Py<PyAny>, u64)>,
@@ -223,6 +227,8 @@ pub struct PlacesOfRows {
     /// Number of the member's rows, and their dimension.
     count: usize,
     dim: usize,
+    /// Length of the member's prompt; None if it is not known.
+    prompt: Option<i64>,
     /// Each made when it is first needed.
     masks: Box<[OnceLock<Arc<Mask>>]>,
 }
@@ -249,6 +255,7 @@ impl Masks {
             places: places.collect::<PyResult<_>>()?,
             count: positions.len(),
             dim,
+            prompt,
             masks: ats.iter().map(|_| OnceLock::new()).collect(),
         }))
     }
@@ -283,6 +290,14 @@ impl Masks {
         }
     }
 
+    /// Returns the length of each row's prompt; None if they are not known.
+    pub fn prompts(&self, py: Python<'_>) -> PyResult<Option<Arc<[i64]>>> {
+        match self {
+            Self::Tokens(tokens) => tokens.prompts(py),
+            Self::Rows(rows) => Ok(rows.prompt.map(|prompt| Arc::from([prompt]))),
+        }
+    }
+
     /// Returns those at one of the positions as places among the rows of the batch; None if they are
     /// not known as such.
     pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
@@ -294,13 +309,32 @@ impl Masks {
 }
 
 impl MasksOfTokens {
-    /// `call`: positions of the tokens of a call, and the id of their sequences.
-    pub fn new(chosen: Box<[Chosen]>, call: Option<(Py<PyAny>, u64)>) -> Self {
+    /// `call`: positions of the tokens of a call, and the id of their sequences; `lengths`: tensor with
+    /// the length of each row's prompt.
+    pub fn new(
+        chosen: Box<[Chosen]>,
+        call: Option<(Py<PyAny>, u64)>,
+        lengths: Option<Py<PyAny>>,
+    ) -> Self {
         Self {
             found: chosen.iter().map(|_| OnceLock::new()).collect(),
             chosen,
+            lengths,
+            prompts: OnceLock::new(),
             call,
         }
+    }
+
+    fn prompts(&self, py: Python<'_>) -> PyResult<Option<Arc<[i64]>>> {
+        let Some(lengths) = &self.lengths else {
+            return Ok(None);
+        };
+        if self.prompts.get().is_none() {
+            // Not in `get_or_init`: the method runs Python.
+            let lengths = lengths.bind(py).call_method0(intern!(py, "tolist"))?;
+            let _ = self.prompts.set(lengths.extract::<Vec<i64>>()?.into());
+        }
+        Ok(self.prompts.get().cloned())
     }
 
     /// Returns the positions of the call's tokens at one of the positions, in the order in which a mask

@@ -171,15 +171,37 @@ impl Mask {
             return Ok(changed.clone());
         }
         let bools = || Ok(self.bools.bind(py).clone());
-        let mut mask = self.on_devices.on_device_of(x, bools)?;
-        if dims == 1 {
-            mask = mask.call_method0(intern!(py, "flatten"))?;
-        }
-        let of_x: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
-        for _ in dims..of_x {
-            mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
-        }
+        let mask = self.on_devices.on_device_of(x, bools)?;
+        let mask = broadcast(mask, x, dims)?;
         changed.call_method1(intern!(py, "where"), (mask, x))
+    }
+
+    /// Returns a number for each token in the shape in which it broadcasts to `x`; `numbers`: of the
+    /// mask's own tokens, in order.
+    pub fn spread<'py>(
+        &self,
+        describe: &dyn Fn() -> String,
+        numbers: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+        call: Option<CallArguments<'_, 'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let dims = self.dims_of(describe, x, call)?;
+        let bools = self.bools.bind(py).call_method1(intern!(py, "to"), (x.getattr(intern!(py, "device"))?,))?;
+        let numbers = numbers.call_method1(intern!(py, "to"), (x,))?;
+        let shape = bools.getattr(intern!(py, "shape"))?;
+        let zeros = numbers.call_method1(intern!(py, "new_zeros"), (shape,))?;
+        let spread = zeros.call_method1(intern!(py, "masked_scatter"), (bools, numbers))?;
+        broadcast(spread, x, dims)
+    }
+
+    /// Returns the mask of those of its tokens, in order, for which `acts` is true; None if the host
+    /// knows that there are none.
+    pub fn refined(&self, acts: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let py = acts.py();
+        let bools = self.bools.bind(py);
+        let acts = acts.call_method1(intern!(py, "to"), (bools.getattr(intern!(py, "device"))?,))?;
+        Self::of_any(&bools.call_method1(intern!(py, "masked_scatter"), (bools, acts))?)
     }
 
     /// Returns how many leading dimensions of a tensor index tokens: the mask's own, or one for a
@@ -222,4 +244,22 @@ impl Mask {
         );
         Err(hook_type_error(py, message))
     }
+}
+
+/// Returns a tensor of a mask's shape with the dimensions of `x`, of which the first `dims` index tokens.
+fn broadcast<'py>(
+    tensor: Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    dims: usize,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = x.py();
+    let mut shaped = tensor;
+    if dims == 1 {
+        shaped = shaped.call_method0(intern!(py, "flatten"))?;
+    }
+    let of_x: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
+    for _ in dims..of_x {
+        shaped = shaped.call_method1(intern!(py, "unsqueeze"), (-1,))?;
+    }
+    Ok(shaped)
 }

@@ -8,10 +8,11 @@ use pyo3::types::PyTuple;
 
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
+use crate::hooks::native::Turn;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::mask::Mask;
 use crate::rows::membership::{MemberCall, Membership};
-use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions};
+use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
 
 /// Frame that knows the tokens at some positions in the running calls of a model: a request of a
 /// plan, or the tracker of a hook or a capture with positions, which is never entered.
@@ -29,14 +30,16 @@ impl TokenTracker {
     /// Sets the tokens at each of the positions, tensors of bools. In the calls of a batch; or, with
     /// the `tokens` of a call, in the call that starts on this thread.
     ///
-    /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
-    #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
+    /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences;
+    /// `lengths`: of the prompt of each row, if they are known.
+    #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST, lengths = None))]
     fn set_masks(
         slf: &Bound<'_, Self>,
         masks: &Bound<'_, PyTuple>,
         tokens: Option<Py<PyAny>>,
         positions: Option<Py<PyAny>>,
         sequences: u64,
+        lengths: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let chosen = |mask: Bound<'_, PyAny>| {
             let mask = Mask::of_any(&mask)?;
@@ -44,7 +47,7 @@ impl TokenTracker {
         };
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
         let call = positions.map(|positions| (positions, sequences));
-        let masks = Masks::Tokens(MasksOfTokens::new(chosen, call));
+        let masks = Masks::Tokens(MasksOfTokens::new(chosen, call, lengths));
         let frame = slf.as_super().get();
         if tokens.is_none() {
             Membership::set_masks(frame, Some(masks));
@@ -67,6 +70,26 @@ impl TokenTracker {
         if let Some(call) = Membership::around(slf.py(), frame) {
             Membership::set_call(frame, call);
         }
+    }
+}
+
+/// Tokens of a call at some positions.
+pub struct TokensAt {
+    pub mask: Arc<Mask>,
+    pub positions: TokenPositions,
+    /// Length of the prompt of each row, or one for all; None if they are not known.
+    prompts: Option<Arc<[i64]>>,
+}
+
+impl TokensAt {
+    /// Returns row and position of each, the id of their sequences, and the lengths of the prompts, for
+    /// Python.
+    pub fn for_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let TokenPositions { rows, values, sequences, .. } = &self.positions;
+        let values: Vec<_> = values.iter().map(|it| it.0).collect();
+        let rows = rows.as_deref().map_or_else(|| vec![0; values.len()], <[_]>::to_vec);
+        let prompts = self.prompts.as_deref().map(<[_]>::to_vec);
+        (rows, values, *sequences, prompts).into_pyobject(py)
     }
 }
 
@@ -102,6 +125,49 @@ impl TokenTracker {
     pub fn positions_at(slf: &Bound<'_, Self>, at: usize) -> PyResult<Option<TokenPositions>> {
         let masks = Membership::masks(slf.as_super().get());
         masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
+    }
+
+    /// Returns the tokens of a turn at one of the positions, with what is known of them; None if there
+    /// are none.
+    pub fn tokens_at(
+        slf: &Bound<'_, Self>,
+        at: usize,
+        turn: &Turn<'_, '_>,
+    ) -> PyResult<Option<TokensAt>> {
+        let py = slf.py();
+        let part = Tokens::of(turn);
+        let own = part.and_then(|it| it.own.as_ref());
+        let mask = match Self::chosen(slf, at, own)? {
+            Chosen::Nothing => return Ok(None),
+            Chosen::At(mask) => mask,
+        };
+        let positions = match part.and_then(|it| it.positions.as_ref()) {
+            Some(all) => all.at(&mask.places(py)?, 0),
+            None => Self::positions_at(slf, at)?,
+        };
+        let Some(positions) = positions else {
+            return Err(hook_error(
+                py,
+                format!("{}: the positions of its tokens are not known", (turn.describe)()),
+            ));
+        };
+        if positions.values.is_empty() {
+            return Ok(None);
+        }
+        let prompts = Self::prompts(slf)?;
+        Ok(Some(TokensAt { mask, positions, prompts }))
+    }
+
+    /// Returns the length of the prompt of each row of the running call; None if they are not known.
+    fn prompts(slf: &Bound<'_, Self>) -> PyResult<Option<Arc<[i64]>>> {
+        let frame = slf.as_super().get();
+        if let Some(masks) = Membership::masks(frame)
+            && let Some(prompts) = masks.prompts(slf.py())?
+        {
+            return Ok(Some(prompts));
+        }
+        let prompts = Membership::prompts(frame);
+        Ok((!prompts.is_empty()).then_some(prompts))
     }
 
     /// Returns one of the positions as places among the rows of the batch; None if they are not

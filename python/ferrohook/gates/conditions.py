@@ -1,0 +1,300 @@
+"""Conditions on gates, and strengths that follow a gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+
+from ferrohook.errors import HookTypeError
+from ferrohook.util.arguments import check_encodes, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+
+class Values(NamedTuple):
+    """Values of a gate at some tokens."""
+
+    values: Tensor
+    """float32, (tokens,); meaningless where they are not known."""
+    known: Tensor
+    """Bools, (tokens,)."""
+
+
+ValuesOf: TypeAlias = "Callable[[str], Values]"
+"""Returns the values of the gate of a name."""
+
+
+class Truth(NamedTuple):
+    """A condition at some tokens: true, false, or neither where a gate is unknown."""
+
+    true: Tensor
+    """Bools, (tokens,)."""
+    false: Tensor
+    """Bools, (tokens,)."""
+
+
+class Condition:
+    """A condition on gates: made by `above`, `below` and `between`, combined by `&`, `|` and `~`.
+
+    It is known to be true, known to be false or unknown at a token, and a hook acts only where it
+    is known to be true. `~` of an unknown condition is unknown; `&` with one that is false is
+    false, and `|` with one that is true is true.
+    """
+
+    def at(self, values_of: ValuesOf) -> Truth:
+        """Evaluates it at some tokens."""
+        raise NotImplementedError
+
+    def gates(self) -> Iterator[str]:
+        """Yields the names of its gates."""
+        raise NotImplementedError
+
+    def __and__(self, other: Condition) -> Condition:
+        return Both(self, other) if isinstance(other, Condition) else NotImplemented
+
+    def __or__(self, other: Condition) -> Condition:
+        return Either(self, other) if isinstance(other, Condition) else NotImplemented
+
+    def __invert__(self) -> Condition:
+        return Not(self)
+
+    def __bool__(self) -> NoReturn:
+        # `a or b`, `a and b` and `0 < a < 1` would silently drop a side.
+        msg = (
+            "a condition on gates has no truth value before the model runs: combine conditions "
+            "with &, | and ~ in place of and, or and not; for a range use between"
+        )
+        raise HookTypeError(msg)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Condition):
+    """A gate that lies above one bound, below another, or both."""
+
+    gate: str
+    low: float | str | None
+    """The gate must be above it: a number or the name of a gate."""
+    high: float | str | None
+    """The gate must be below it."""
+    closed: bool = False
+    """True if the bounds themselves are included."""
+
+    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
+        values, known = values_of(self.gate)
+        true = torch.ones_like(known)
+        for bound, is_low in ((self.low, True), (self.high, False)):
+            if bound is None:
+                continue
+            limit: Any = bound
+            if isinstance(bound, str):
+                limit, limit_known = values_of(bound)
+                known = known & limit_known
+            beyond = values > limit if is_low else values < limit
+            true = true & (beyond | (values == limit) if self.closed else beyond)
+        return Truth(true & known, known & ~true)
+
+    def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
+        yield self.gate
+        yield from (bound for bound in (self.low, self.high) if isinstance(bound, str))
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"between({self.gate!r}, {self.low!r}, {self.high!r})"
+        if self.high is None:
+            return f"above({self.gate!r}, {self.low!r})"
+        return f"below({self.gate!r}, {self.high!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Condition):
+    """Two conditions that must both be true."""
+
+    one: Condition
+    other: Condition
+
+    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
+        one, other = self.one.at(values_of), self.other.at(values_of)
+        return Truth(one.true & other.true, one.false | other.false)
+
+    def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
+        yield from self.one.gates()
+        yield from self.other.gates()
+
+    def __repr__(self) -> str:
+        return f"({self.one!r} & {self.other!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Condition):
+    """Two conditions one of which must be true."""
+
+    one: Condition
+    other: Condition
+
+    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
+        one, other = self.one.at(values_of), self.other.at(values_of)
+        return Truth(one.true | other.true, one.false & other.false)
+
+    def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
+        yield from self.one.gates()
+        yield from self.other.gates()
+
+    def __repr__(self) -> str:
+        return f"({self.one!r} | {self.other!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Not(Condition):
+    """A condition that must be false."""
+
+    one: Condition
+
+    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
+        one = self.one.at(values_of)
+        return Truth(one.false, one.true)
+
+    def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
+        yield from self.one.gates()
+
+    def __repr__(self) -> str:
+        return f"~{self.one!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A strength that follows a gate, see `ramp`."""
+
+    gate: str
+    start: float
+    end: float
+
+    def __repr__(self) -> str:
+        return f"ramp({self.gate!r}, {self.start}, {self.end})"
+
+    def of(self, values: Tensor) -> Tensor:
+        """Returns the strengths for values of the gate."""
+        return ((values - self.start) / (self.end - self.start)).clamp(0.0, 1.0)
+
+
+def above(gate: str, threshold: float | str) -> Condition:
+    """Returns the condition that a gate is greater than a threshold.
+
+    Args:
+        gate: its name.
+        threshold: a number, or the name of another gate.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: the threshold is not finite, or a name is empty.
+    """
+    return Comparison(check_name(gate), _bound(threshold), None)
+
+
+def below(gate: str, threshold: float | str) -> Condition:
+    """Returns the condition that a gate is less than a threshold.
+
+    Args:
+        gate: its name.
+        threshold: a number, or the name of another gate.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: the threshold is not finite, or a name is empty.
+    """
+    return Comparison(check_name(gate), None, _bound(threshold))
+
+
+def between(gate: str, low: float | str, high: float | str) -> Condition:
+    """Returns the condition that a gate lies in a range, both ends included.
+
+    Args:
+        gate: its name.
+        low: a number, or the name of another gate.
+        high: likewise.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: a bound is not finite, a name is empty, or `low` is greater than `high`.
+    """
+    low, high = _bound(low), _bound(high)
+    if not isinstance(low, str) and not isinstance(high, str) and low > high:
+        msg = f"low of between must not be greater than high, got {low} and {high}"
+        raise ValueError(msg)
+    return Comparison(check_name(gate), low, high, closed=True)
+
+
+def ramp(gate: str, start: float, end: float) -> Ramp:
+    """Returns a strength that follows a gate: 0 at `start`, 1 at `end`, linear between them.
+
+    It stays 0 before and 1 after. With `start` greater than `end` it falls as the gate rises. Where
+    the gate is unknown, the hook does not act.
+
+    Args:
+        gate: its name.
+        start: value of the gate at which the strength is 0.
+        end: value at which it is 1.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: a bound is not finite, the name is empty, or the bounds are equal.
+    """
+    start, end = _number(start, "start of ramp"), _number(end, "end of ramp")
+    if start == end:
+        msg = f"start and end of ramp must differ, got {start} twice"
+        raise ValueError(msg)
+    return Ramp(check_name(gate), start, end)
+
+
+def check_name(name: Any) -> str:
+    """Validates and returns the name of a gate.
+
+    Raises:
+        HookTypeError: it is no str.
+        ValueError: it is empty, or UTF-8 cannot encode it.
+    """
+    expect(name, str, "the name of a gate must be a str")
+    if not name:
+        msg = "the name of a gate must not be empty"
+        raise ValueError(msg)
+    check_encodes(name, "the name of a gate")
+    return str(name)
+
+
+def _bound(bound: Any) -> float | str:
+    return check_name(bound) if isinstance(bound, str) else _number(bound, "a threshold")
+
+
+def _number(value: Any, name: str) -> float:
+    expect(value, int | float, f"{name} must be a number")
+    if not math.isfinite(value):
+        msg = f"{name} must be finite, got {value}"
+        raise ValueError(msg)
+    return float(value)
+
+
+def check_strength(strength: Any) -> None:
+    """Validates the strength of an entry.
+
+    Raises:
+        HookTypeError: it is neither a number nor a ramp.
+        ValueError: the number is not finite.
+    """
+    if not isinstance(strength, Ramp):
+        expect(strength, int | float, "strength must be a number or the result of ramp")
+        _number(strength, "strength")
+
+
+def check_condition(when: Any) -> None:
+    """Validates the condition of an entry.
+
+    Raises:
+        HookTypeError: it is none.
+    """
+    if not isinstance(when, Condition):
+        expect(when, (), "when must be a condition on gates, such as above('name', 0.3)")

@@ -1,0 +1,309 @@
+"""Readings: each class says in one formula which number a gate reads from a token's vector."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import HookTypeError
+from ferrohook.util.arguments import expect
+from ferrohook.util.tensors import content_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+READINGS: Final[dict[str, type[Reading]]] = {}
+"""The kinds by name, for JSON."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Reading:
+    """Base of the readings: immutable, compared by content, picklable.
+
+    A reading gets the vectors of some tokens in float32, (tokens, width), and returns a number for
+    each. Other dimensions of a token, such as heads, are laid side by side.
+    """
+
+    tensors: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are tensors as wide as the vectors, in their last dimension."""
+
+    def __init_subclass__(cls) -> None:
+        READINGS[cls.__name__] = cls
+
+    def of(self, vectors: Tensor) -> Tensor:
+        """Returns the numbers of some tokens: float32, (tokens,)."""
+        raise NotImplementedError
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Reads some tokens.
+
+        Raises:
+            HookTypeError: they are no vectors of this reading's width.
+        """
+        if vectors.dim() < 2 or not vectors.is_floating_point():  # noqa: PLR2004 (tokens, width)
+            msg = (
+                f"{type(self).__name__} reads vectors of floating point, got a tensor of "
+                f"{vectors.dtype} with the shape {tuple(vectors.shape)} for {len(vectors)} tokens"
+            )
+            raise HookTypeError(msg)
+        flat = vectors.flatten(1).to(torch.float32)
+        if self.width not in {None, flat.shape[1]}:
+            msg = f"{self!r} reads vectors of width {self.width}, got {flat.shape[1]}"
+            raise HookTypeError(msg)
+        return self.of(flat)
+
+    @property
+    def width(self) -> int | None:
+        """Width of the vectors; None for any."""
+        found = [getattr(self, name) for name in self.tensors]
+        return next((each.shape[-1] for each in found if each is not None), None)
+
+    def content(self) -> tuple[Any, ...]:
+        """Returns what identifies it, hashable."""
+        own = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return (type(self).__name__, *map(content_of, own))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reading) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
+
+    def __repr__(self) -> str:
+        own = ((it.name, getattr(self, it.name), it.default) for it in dataclasses.fields(self))
+        shown = [f"{name}={_shown(it)}" for name, it, default in own if it is not default]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _vector(self, name: str) -> None:
+        """Validates a field that is a vector, and keeps a copy of it."""
+        value = getattr(self, name)
+        expect(value, Tensor, f"{name} of {type(self).__name__} must be a tensor")
+        if not value.is_floating_point() or value.dim() != 1:
+            msg = (
+                f"{name} of {type(self).__name__} must be a vector of floating point, got "
+                f"{value.dtype} of the shape {tuple(value.shape)}"
+            )
+            raise HookTypeError(msg)
+        self._keep(name, value)
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        # A copy, as a later write in place would change some calls and not others.
+        with torch.inference_mode(mode=False):
+            kept = value if value.requires_grad else value.detach().clone()
+        object.__setattr__(self, name, kept)
+
+    def _number(self, name: str) -> None:
+        """Validates a field that is a finite number."""
+        value = getattr(self, name)
+        expect(value, int | float, f"{name} of {type(self).__name__} must be a number")
+        if not math.isfinite(value):
+            msg = f"{name} of {type(self).__name__} must be finite, got {value}"
+            raise ValueError(msg)
+        object.__setattr__(self, name, float(value))
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    sizes = "x".join(map(str, value.shape)) or "scalar"
+    return f"<{sizes} {str(value.dtype).removeprefix('torch.')}>"
+
+
+def _in(vectors: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a field of a reading where the vectors are, in their dtype."""
+    return tensor.to(vectors)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dot(Reading):
+    """Dot product with a direction, plus a bias.
+
+    Args:
+        direction: as wide as the vectors, of any length.
+        bias: is added.
+
+    Raises:
+        HookTypeError: an argument has the wrong type or shape.
+        ValueError: `bias` is not finite.
+    """
+
+    tensors = ("direction",)
+
+    direction: Tensor
+    bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._vector("direction")
+        self._number("bias")
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        # Not a product of matrices: autocast runs those in lower precision.
+        return (vectors * _in(vectors, self.direction)).sum(-1) + self.bias
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Cosine(Reading):
+    """Cosine between the vector and a direction, from -1 to 1; 0 for a vector of zeros.
+
+    Args:
+        direction: as wide as the vectors, of any length but zero.
+        projected: read `cos(h, tanh(P h))` instead, where `P` projects onto the direction: the form
+            of conditional activation steering (CAST, arXiv 2409.05907), for its thresholds. It
+            does not tell a direction from its opposite.
+
+    Raises:
+        HookTypeError: an argument has the wrong type or shape.
+        ValueError: the direction is zero, or has NaN.
+    """
+
+    tensors = ("direction",)
+
+    direction: Tensor
+    projected: bool = False
+
+    def __post_init__(self) -> None:
+        self._vector("direction")
+        expect(self.projected, bool, "projected of Cosine must be a bool")
+        if not bool(self.direction.detach().norm() > 0):
+            msg = "direction of Cosine must not be zero or have NaN"
+            raise ValueError(msg)
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        direction = _in(vectors, self.direction)
+        if self.projected:
+            along = (vectors * direction).sum(-1, keepdim=True) / (direction * direction).sum()
+            direction = (along * direction).tanh()
+        lengths = vectors.norm(dim=-1) * direction.norm(dim=-1)
+        cosine = (vectors * direction).sum(-1) / lengths
+        return torch.where(lengths == 0, torch.zeros_like(cosine), cosine)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Norm(Reading):
+    """Euclidean length of the vector."""
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        return vectors.norm(dim=-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Probe(Reading):
+    """Probability that a linear classifier gives to a class.
+
+    With `z = (x - mean) / scale`, as a `StandardScaler` does: `sigmoid(weights . z + bias)` for
+    weights of (width,), or the softmax of several classes at `index` for (classes, width).
+
+    Args:
+        weights: of one class, or of several.
+        bias: a number, or one for each class.
+        mean: is subtracted from the vectors; None for 0.
+        scale: divides them then; None for 1.
+        index: class whose probability is read, for weights of several.
+
+    Raises:
+        HookTypeError: an argument has the wrong type or shape.
+        ValueError: `index` is out of range, or missing, or given for one class.
+    """
+
+    tensors = ("weights", "mean", "scale")
+
+    weights: Tensor
+    bias: Tensor | float = 0.0
+    mean: Tensor | None = None
+    scale: Tensor | None = None
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "scale"):
+            if getattr(self, name) is not None:
+                self._vector(name)
+        expect(self.weights, Tensor, "weights of Probe must be a tensor")
+        if not self.weights.is_floating_point() or self.weights.dim() not in {1, 2}:
+            msg = (
+                "weights of Probe must be of floating point and have the shape (width,) or "
+                f"(classes, width), got {self.weights.dtype} of {tuple(self.weights.shape)}"
+            )
+            raise HookTypeError(msg)
+        self._keep("weights", self.weights)
+        self._check_bias()
+        widths = {getattr(self, it).shape[-1] for it in self.tensors if getattr(self, it) is not None}
+        if len(widths) > 1:
+            msg = f"weights, mean and scale of Probe must have one width, got {sorted(widths)}"
+            raise HookTypeError(msg)
+        expect(self.index, int | None, "index of Probe must be an int")
+        classes = None if self.weights.dim() == 1 else len(self.weights)
+        if (classes is None) != (self.index is None) or not 0 <= (self.index or 0) < (classes or 1):
+            known = "none for weights of one class" if classes is None else f"0 to {classes - 1}"
+            msg = f"index of Probe must be {known}, got {self.index}"
+            raise ValueError(msg)
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.bias, Tensor):
+            self._number("bias")
+            return
+        shape = self.weights.shape[:-1]
+        if self.bias.shape not in {shape, (1,) if not shape else shape}:
+            msg = f"bias of Probe must have the shape {tuple(shape)}, got {tuple(self.bias.shape)}"
+            raise HookTypeError(msg)
+        self._keep("bias", self.bias.reshape(shape))
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        z = vectors if self.mean is None else vectors - _in(vectors, self.mean)
+        z = z if self.scale is None else z / _in(vectors, self.scale)
+        bias = _in(vectors, self.bias) if isinstance(self.bias, Tensor) else self.bias
+        weights = _in(vectors, self.weights)
+        if self.index is None:
+            return ((z * weights).sum(-1) + bias).sigmoid()
+        logits = (z[:, None] * weights).sum(-1) + bias
+        return logits.softmax(-1)[:, self.index]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TokenProbability(Reading):
+    """Probability that the model gives to some next tokens, together. For a place of raw logits.
+
+    Args:
+        ids: token ids, at least one.
+
+    Raises:
+        HookTypeError: `ids` has something else than ints.
+        ValueError: there is none, one is negative, or one stands twice.
+    """
+
+    ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        given = (self.ids,) if isinstance(self.ids, int) else self.ids
+        expect(given, list | tuple, "ids of TokenProbability must be a list of ints")
+        for each in given:
+            expect(each, int, "ids of TokenProbability must be a list of ints")
+        if not given or min(given) < 0 or len({*given}) < len(given):
+            msg = f"ids of TokenProbability must be token ids, each once, got {list(given)}"
+            raise ValueError(msg)
+        object.__setattr__(self, "ids", tuple(given))
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        if max(self.ids) >= vectors.shape[1]:
+            msg = f"token id {max(self.ids)} is out of range of {vectors.shape[1]} logits"
+            raise HookTypeError(msg)
+        return vectors.softmax(-1)[:, list(self.ids)].sum(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MaxProbability(Reading):
+    """Probability of the most probable next token. For a place of raw logits."""
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        return vectors.softmax(-1).amax(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Entropy(Reading):
+    """Entropy of the distribution of the next token, in nats. For a place of raw logits."""
+
+    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+        return torch.special.entr(vectors.softmax(-1)).sum(-1)
