@@ -255,7 +255,7 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
         fh.HookTypeError, r"tokens are labels of positions, and over=\(\)", tokens="abcde", over=()
     )
     refused(fh.HookTypeError, "heads is for an analysis over heads.*'position'", heads=HEADS)
-    refused(ValueError, "batch_size is at least 1, got 0", batch_size=0)
+    refused(ValueError, "batch_size must be at least 1, got 0", batch_size=0)
     refused(fh.HookTypeError, "output_index 1 of a tuple is no tensor", output_index=1)
     refused(ZeroDivisionError, "division by zero", net, one, other, lambda o: 1 / 0)
     short = one[:, :3]

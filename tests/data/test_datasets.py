@@ -343,12 +343,12 @@ def test_ranks_of_torch_distributed_are_the_default(
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size is at least 1, got 0"),
-        ({"seed": -1}, ValueError, "seed is at least 0, got -1"),
-        ({"seed": 1.0}, fh.HookTypeError, "seed is an int, got float"),
-        ({"reservoir": 0}, ValueError, "reservoir is at least 1, got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 1.0}, fh.HookTypeError, "seed must be an int, got float"),
+        ({"reservoir": 0}, ValueError, "reservoir must be at least 1, got 0"),
         ({"drop_last": 1}, fh.HookTypeError, "drop_last is a bool, got int"),
-        ({"workers": True}, fh.HookTypeError, "workers is an int, got bool"),
+        ({"workers": True}, fh.HookTypeError, "workers must be an int, got bool"),
         ({"rank": 2, "ranks": 2}, ValueError, "rank is below ranks, 2, got 2"),
         ({"data": [1]}, fh.HookTypeError, "data is an ActivationDataset, got list"),
     ],

@@ -143,8 +143,8 @@ def test_missing_runs_batches_and_layers_raise(store: Store) -> None:
         (("../up", 0, "l", {}), ValueError, "got '../up'"),
         ((".hidden", 0, "l", {}), ValueError, "got '.hidden'"),
         (("a\n", 0, "l", {}), ValueError, "run is a name"),
-        (("r", "0", "l", {}), fh.HookTypeError, "batch is an int, got str"),
-        (("r", True, "l", {}), fh.HookTypeError, "batch is an int, got bool"),
+        (("r", "0", "l", {}), fh.HookTypeError, "batch must be an int, got str"),
+        (("r", True, "l", {}), fh.HookTypeError, "batch must be an int, got bool"),
         (("r", -1, "l", {}), ValueError, "at least 0, got -1"),
         (("r", 0, None, {}), fh.HookTypeError, "layer is a str, got NoneType"),
         (("r", 0, "l", torch.ones(1)), fh.HookTypeError, "mapping from their names, got Tensor"),
@@ -171,7 +171,7 @@ def test_wrong_arguments_of_put_are_refused(
 def test_wrong_arguments_of_complete_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="run is a name"):
         store.complete("a/b", 0)
-    with pytest.raises(fh.HookTypeError, match="batch is an int"):
+    with pytest.raises(fh.HookTypeError, match="batch must be an int"):
         store.complete("run", 1.0)  # type: ignore[arg-type]
     assert store.runs() == []
 
@@ -244,7 +244,7 @@ def test_a_complete_batch_is_one_file_with_default_permissions(tmp_path: Path) -
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "run" / names[0]).stat().st_mode == plain.stat().st_mode
-    with pytest.raises(fh.HookError, match="has no activations"):
+    with pytest.raises(fh.HookError, match="contains no activations"):
         tensor_files.load(tmp_path / "run" / names[0])
 
 

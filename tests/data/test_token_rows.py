@@ -216,7 +216,7 @@ def test_what_is_no_table_is_refused(store: Store, batches: list[dict[str, Tenso
         store.to_datasets("a", "token")
     with pytest.raises(fh.HookTypeError, match=r"Arrow has no torch.complex64, of 'complex'"):
         store.to_datasets("complex")
-    with pytest.raises(ValueError, match="context is at least 1, got 0"):
+    with pytest.raises(ValueError, match="context must be at least 1, got 0"):
         store.to_datasets("a", context=0)
     for layer, run, name in (("nope", "run", "output"), ("a", "none", "output"), ("a", "run", "x")):
         with pytest.raises(

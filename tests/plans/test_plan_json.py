@@ -296,8 +296,8 @@ HOSTILE = [
     ({"type": "keep", "slice": [0, 0]}, "entries[1].slice: a list of indices has none twice"),
     ({"type": "keep", "slice": [[0], [0]]}, "entries[1].slice: a list of indices has none twice"),
     ({"type": "keep", "slice": {"tuple": 3}}, "entries[1].slice: "),
-    ({"type": "keep", "max_bytes": 0}, "entries[1]: max_bytes is at least 1"),
-    ({"type": "keep", "copy": "deep"}, "entries[1]: copy is checked, clone or ref"),
+    ({"type": "keep", "max_bytes": 0}, "entries[1]: max_bytes must be at least 1"),
+    ({"type": "keep", "copy": "deep"}, "entries[1]: copy must be 'checked', 'clone' or 'ref'"),
     ({"type": "keep", "calls": {}}, "entries[1].calls: "),
 ]
 

@@ -157,7 +157,7 @@ def test_plans_keep_the_experts_of_some_tokens() -> None:
 
 def test_numbers_of_experts_are_changed_by_no_addition() -> None:
     with pytest.raises(
-        fh.HookTypeError, match=r"Add changes tensors of floating point, got .*int64"
+        fh.HookTypeError, match=r"Add only works on floating-point tensors, got .*int64"
     ):
         fh.run(make("mixtral"), IDS, hooks={"@experts.1": fh.Add(torch.ones(2))})
 

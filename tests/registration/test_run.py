@@ -222,7 +222,7 @@ def test_an_option_that_run_does_not_have_is_refused_by_name(name: str) -> None:
     if name not in {"keep", "select", "what"} | own.keys():
         ways += [functools.partial(way, x) for way in (lens.run_with_hooks, lens.run_with_cache)]
     for way in ways:
-        with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+        with pytest.raises(fh.HookTypeError, match=rf"not declare {name}= and may ignore it"):
             way(**{name: None})
     assert "kwargs" not in vars(model)
 

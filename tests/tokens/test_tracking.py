@@ -75,7 +75,7 @@ def test_positions_count_from_each_rows_own_first_token(model: Any, ids: Tensor)
     assert generated[LAYER].shape == (2 * 3, WIDTH)  # the last token never runs
     assert generated.positions(LAYER) == [3, 4, 5, 5, 6, 7]
     assert first.positions(LAYER) == [0, 0]
-    with pytest.raises(fh.HookError, match="capture at="):
+    with pytest.raises(fh.HookError, match="capture with at="):
         whole.positions(LAYER)
     with pytest.raises(fh.SelectionError, match="is not among the captured modules"):
         first.positions("lm_head")
