@@ -304,7 +304,7 @@ def test_a_wrong_width_names_hook_and_module(make: Any, shape: tuple[int, ...]) 
 
 @with_vector
 def test_a_value_that_is_not_floating_point_is_refused(make: Any) -> None:
-    with pytest.raises(fh.HookTypeError, match=r"floating point, got torch.int64"):
+    with pytest.raises(fh.HookTypeError, match=r"floating-point tensors, got torch.int64"):
         applied(make(torch.randn(WIDTH)), torch.ones(2, WIDTH, dtype=torch.long))
 
 
