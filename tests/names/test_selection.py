@@ -257,7 +257,7 @@ def test_modules_are_taken_where_names_are(model: Model) -> None:
     with fh.register(net, net[1], fh.Zero()), fh.capture(net, net) as acts:
         assert torch.equal(net(x), zero)
     assert torch.equal(acts[""], zero)
-    with pytest.raises(HookTypeError, match=r"JSON has paths.* not Linear\("):
+    with pytest.raises(HookTypeError, match=r"JSON can hold only paths.* not Linear\("):
         plan.to_json()
 
 

@@ -125,11 +125,11 @@ def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
         (lambda: fh.on("act", fh.ForwardHook(ignore), at=0), fh.HookTypeError, "at takes"),
         (lambda: fh.keep("act", at="never"), ValueError, "never"),
         (lambda: fh.keep("act", at=0, grads=True), fh.HookTypeError, "gradient without at="),
-        (lambda: fh.keep("act", label=7), fh.HookTypeError, "label is a str"),
+        (lambda: fh.keep("act", label=7), fh.HookTypeError, "label must be a str"),
         (lambda: fh.keep("act", calls="some"), ValueError, "some"),
         (lambda: fh.keep("act", max_bytes=0), ValueError, "max_bytes"),
         (lambda: fh.keep("act", inputs=1), fh.HookTypeError, "inputs"),
-        (lambda: fh.Plan().prepare("model"), fh.HookTypeError, "prepare takes"),
+        (lambda: fh.Plan().prepare("model"), fh.HookTypeError, "prepare needs"),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:

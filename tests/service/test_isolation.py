@@ -101,7 +101,7 @@ def test_bad_arguments_are_refused() -> None:
         check(Service(), [])
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         check(Service(), rounds=0)
-    with pytest.raises(fh.HookTypeError, match="rounds is an int"):
+    with pytest.raises(fh.HookTypeError, match="rounds must be an int"):
         check(Service(), rounds=1.5)
 
 

@@ -48,12 +48,12 @@ class Plan:
             if isinstance(entry, Plan):
                 flat += entry.entries
                 continue
-            expect(entry, HookEntry | KeepEntry, "Plan takes results of on() and keep(), or plans")
+            expect(entry, HookEntry | KeepEntry, "Plan needs results of on() and keep(), or plans")
             flat.append(entry)
         object.__setattr__(self, "entries", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:
-        msg = f"a plan is immutable: make another, such as plan + fh.Plan(...) ({name} was set)"
+        msg = f"a plan is immutable: create a new one, such as plan + fh.Plan(...) ({name} was set)"
         raise AttributeError(msg)
 
     def __reduce__(self) -> Any:
@@ -88,7 +88,7 @@ class Plan:
             SelectionError: an entry matches no module; names the entry.
             HookError: a module cannot be instrumented, or is captured twice under one name.
         """
-        expect_module(model, "prepare takes")
+        expect_module(model, "prepare needs")
         if max_bytes is not None:
             at_least(1, "max_bytes", max_bytes)
         return Prepared(self.entries, model, max_bytes)
