@@ -243,7 +243,7 @@ HOSTILE = [
     ({**ZERO, "what": "x" * 2000}, "entries[1].what: expected a string of at most 1024"),
     ({**ZERO, "what": ["a"] * 5000}, "max_selectors=4,096"),
     ({**ZERO, "what": {"regex": "a"}}, "entries[1].what: a regex may run forever"),
-    ({**ZERO, "at": "first"}, "entries[1]: at is one of"),
+    ({**ZERO, "at": "first"}, "entries[1]: at must be one of"),
     ({**ZERO, "at": {"slice": [1, 2]}}, "entries[1].at: expected .*[start, stop, step]"),
     ({**ZERO, "at": {"slice": [1, 2, 0]}}, "entries[1]: the step of a slice"),
     ({**ZERO, "at": {"slice": [True, 2, 1]}}, "entries[1].at: "),
