@@ -243,7 +243,7 @@ def test_what_passes_a_norm_in_the_stream_is_not_attributed() -> None:
 
 def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
     _, case = named
-    with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read and not written"):
+    with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read but not written"):
         analysis.activation_patching(
             case.model, case.clean, case.corrupted, case.metric, "@resid_mid.*"
         )
