@@ -139,8 +139,8 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
         if (distance := relative_distance(one, other)) > tolerance(other):
             msg = (
                 f"{model._get_name()} returned a different output for the same input in a larger "
-                f"batch, apart by {distance:.2g} of its norm: its rows depend on each other, or "
-                "its calls are random. Call model.eval(), or pass batch_size=1"
+                f"batch (difference: {distance:.2g} of its norm): its rows depend on each other, "
+                "or its calls are random. Call model.eval(), or pass batch_size=1"
             )
             raise HookError(msg)
 

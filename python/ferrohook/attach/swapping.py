@@ -50,7 +50,7 @@ def _warn_of_lost(hooked: dict[nn.Module, str], left: Iterable[nn.Module], whose
     if lost:
         msg = (
             f"quantisation removed {', '.join(lost)} from {whose}, together with the hooks there: "
-            "register them again on the modules that exist now"
+            "register them again on the current modules"
         )
         warnings.warn(msg, ReplacedWarning, stacklevel=4)
 

@@ -229,7 +229,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
-        (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
+        (entry(type="keep", what="model.layers.1", stop=True), "stop is not supported"),
         (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has none"),
         (entry(type="keep", what="model.layers.1", output_index=5), "output_index=5"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),

@@ -356,15 +356,18 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "fuses.*qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
-        (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
-        (entry(type="keep", what="model.layers.1", calls="all"), "calls is not served"),
+        (entry(type="keep", what="model.layers.1", stop=True), "stop is not supported"),
+        (entry(type="keep", what="model.layers.1", calls="all"), "calls is not supported"),
         (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
             "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
         ),
-        (entry(type="on", what="model.layers.1", hook=ADD, prepend=True), "prepend is not served"),
+        (
+            entry(type="on", what="model.layers.1", hook=ADD, prepend=True),
+            "prepend is not supported",
+        ),
         (
             entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
             "computes no gradients",
