@@ -239,7 +239,7 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(HookTypeError, match=words):
             Damp(*arguments)
-    with pytest.raises(HookTypeError, match="takes direction, factor, got direction, strength"):
+    with pytest.raises(HookTypeError, match="needs direction, factor, got direction, strength"):
         Damp(torch.ones(3), strength=1.0)
     with pytest.raises(HookTypeError, match="abstract"):
         fh.Intervention()
