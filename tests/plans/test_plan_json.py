@@ -167,16 +167,16 @@ def steer(_module: object, _args: object, _output: object) -> None: ...
 @pytest.mark.parametrize(
     ("entry", "error", "reason"),
     [
-        (fh.on("a", steer), fh.HookTypeError, "entries[1].hook: steer is no intervention"),
+        (fh.on("a", steer), fh.HookTypeError, "entries[1].hook: steer is not an intervention"),
         (
             fh.on("a", fh.ForwardHook(lambda _input, output: output)),
             fh.HookTypeError,
-            "entries[1].hook: ForwardHook is no intervention",
+            "entries[1].hook: ForwardHook is not an intervention",
         ),
         (
             fh.on("a", fh.detectors.CallCounter()),
             fh.HookTypeError,
-            "entries[1].hook: CallCounter is no intervention",
+            "entries[1].hook: CallCounter is not an intervention",
         ),
         (fh.on(nn.Linear, fh.Zero()), fh.HookTypeError, "entries[1].what: .* not Linear"),
         (fh.keep(["a", lambda *_: True]), fh.HookTypeError, "entries[1].what[1]: .*<lambda>"),
