@@ -64,11 +64,11 @@ def test_means_may_be_those_of_other_inputs(net: Net) -> None:
 
 def test_bad_arguments_are_refused(net: Net) -> None:
     ids = torch.randint(32, (2, POSITIONS))
-    with pytest.raises(ValueError, match="by is 'zero' or 'mean', got 'median'"):
+    with pytest.raises(ValueError, match="by must be 'zero' or 'mean', got 'median'"):
         analysis.ablation(net, ids, difference, "blocks.1", by="median")  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="reference has a tensor with a row"):
+    with pytest.raises(fh.HookTypeError, match="reference must contain a tensor with one row"):
         analysis.ablation(net, ids, difference, "blocks.1", by="mean", reference=[])
-    with pytest.raises(fh.HookTypeError, match="reference is for by='mean'"):
+    with pytest.raises(fh.HookTypeError, match="reference= only works with by='mean'"):
         analysis.ablation(net, ids, difference, "blocks.1", reference=ids)
 
 
@@ -125,5 +125,5 @@ def test_a_mean_over_places_whose_padding_is_not_known_is_refused() -> None:
 @pytest.mark.parametrize("metric", [lambda o: o.logits[:, -1], lambda o: o.logits[0, -1]])
 def test_a_metric_of_another_shape_is_refused(metric: Any) -> None:
     model, batch = padded_llama()
-    with pytest.raises(fh.HookTypeError, match=r"one for each row, got Tensor of the shape"):
+    with pytest.raises(fh.HookTypeError, match=r"one number per row, got Tensor of shape"):
         analysis.ablation(model, batch, metric, "@attn_out.1", progress=False)

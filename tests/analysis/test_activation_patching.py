@@ -127,7 +127,7 @@ def test_attribution_in_batches_is_that_of_all_texts(case: Case, batch_size: int
     assert batched.scores == pytest.approx(whole.scores, rel=1e-5)
     with pytest.raises(ValueError, match="batch_size"):
         estimate(clean, corrupted, 0)
-    with pytest.raises(fh.HookTypeError, match="2 clean texts and 3 corrupted ones"):
+    with pytest.raises(fh.HookTypeError, match="must have equally many texts, got 2 and 3"):
         estimate(clean[:2], corrupted, 2)
 
 
@@ -205,7 +205,7 @@ def test_a_number_of_the_whole_batch_is_refused_but_in_forwards_of_its_own(net: 
     def loss(output: Any) -> Any:
         return output["loss"]
 
-    with pytest.raises(fh.HookError, match=r"output\['loss'\] has the shape \(\), .*batch_size=1"):
+    with pytest.raises(fh.HookError, match=r"output\['loss'\] has shape \(\), .*batch_size=1"):
         patched(_Loss(net), loss)
     expected = patched(net, lambda logits: logits[:, -1, 3])
     torch.testing.assert_close(patched(_Loss(net), loss, batch_size=1), expected, rtol=1e-4, atol=0)
@@ -219,7 +219,10 @@ def test_rows_that_are_not_independent_are_refused(net: Net, extra: nn.Module) -
     def call() -> fh.analysis.Effects:
         return analysis.activation_patching(model, one, other, difference, "1")
 
-    with pytest.raises(fh.HookError, match=r"another output in a larger batch.*model\.eval\(\)"):
+    with pytest.raises(
+        fh.HookError,
+        match=r"a different output for the same input in a larger batch.*model\.eval\(\)",
+    ):
         call()
     model.eval()
     assert call().values.isfinite().all()
@@ -235,34 +238,38 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
             analysis.activation_patching(*args, *defaults[len(args) :], **options)
         assert [id(type(module)) for module in net.modules()] == classes
 
-    refused(fh.HookTypeError, "an analysis takes an instance of nn.Module, got int", 1)
+    refused(fh.HookTypeError, "an analysis needs an instance of nn.Module, got int", 1)
     refused(
         fh.HookTypeError,
-        "clean has a tensor with a row .*got str: tokenize the text first",
+        "clean must contain a tensor with one row .*got str: tokenize the text first",
         net,
         "one",
     )
-    refused(fh.HookTypeError, "corrupted has a tensor with a row", net, one, {"ids": [1]})
-    refused(fh.HookError, "no difference to find", net, one, one)
-    refused(fh.SelectionError, "nope", net, one, other, difference, "nope")
-    refused(fh.HookTypeError, "a metric maps .*got Tensor", net, one, other, lambda o: o[:0])
-    refused(fh.HookTypeError, "a metric maps .*got str", net, one, other, lambda o: "high")
-    refused(fh.HookTypeError, "over is 'position', 'head', both", over="positions")
-    refused(fh.HookTypeError, "over='head' needs the number of heads", over="head")
-    refused(fh.HookTypeError, "3 heads do not divide a width of 16", over="head", heads=3)
-    refused(fh.HookTypeError, "tokens has a label for each position: 5, got 1", tokens=["a"])
     refused(
-        fh.HookTypeError, r"tokens are labels of positions, and over=\(\)", tokens="abcde", over=()
+        fh.HookTypeError, "corrupted must contain a tensor with one row", net, one, {"ids": [1]}
     )
-    refused(fh.HookTypeError, "heads is for an analysis over heads.*'position'", heads=HEADS)
-    refused(ValueError, "batch_size is at least 1, got 0", batch_size=0)
-    refused(fh.HookTypeError, "output_index 1 of a tuple is no tensor", output_index=1)
+    refused(fh.HookError, "no difference to analyse", net, one, one)
+    refused(fh.SelectionError, "nope", net, one, other, difference, "nope")
+    refused(fh.HookTypeError, "a metric must map .*got Tensor", net, one, other, lambda o: o[:0])
+    refused(fh.HookTypeError, "a metric must map .*got str", net, one, other, lambda o: "high")
+    refused(fh.HookTypeError, "over must be 'position', 'head', both", over="positions")
+    refused(fh.HookTypeError, "over='head' needs the number of heads", over="head")
+    refused(fh.HookTypeError, "a width of 16 cannot be divided into 3 heads", over="head", heads=3)
+    refused(
+        fh.HookTypeError, "tokens must have one label per position: expected 5, got 1", tokens=["a"]
+    )
+    refused(fh.HookTypeError, r"tokens= labels positions, but over=\(\)", tokens="abcde", over=())
+    refused(
+        fh.HookTypeError, "heads= only works when over= includes 'head'.*'position'", heads=HEADS
+    )
+    refused(ValueError, "batch_size must be at least 1, got 0", batch_size=0)
+    refused(fh.HookTypeError, "output_index 1 of a tuple is not a tensor", output_index=1)
     refused(ZeroDivisionError, "division by zero", net, one, other, lambda o: 1 / 0)
     short = one[:, :3]
     open_ended = nn.Sequential(net.embed, nn.Linear(WIDTH, 8))
     refused(
         fh.HookTypeError,
-        r"'1' has the shape \(2, 3, 8\) on the clean input and \(2, 5, 8\)",
+        r"'1' has shape \(2, 3, 8\) on the clean input and \(2, 5, 8\)",
         open_ended,
         short,
         other,
@@ -272,7 +279,7 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(POSITIONS, 8))
     refused(
         fh.HookTypeError,
-        r"'1' has the shape \(2, 8\), without positions",
+        r"'1' has shape \(2, 8\), without positions",
         flat,
         one.float(),
         other.float(),

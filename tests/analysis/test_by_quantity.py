@@ -74,7 +74,7 @@ def test_quantities_inside_attention_know_their_heads(named: tuple[str, Case]) -
 
     heads = off("@z.*", over="head")
     close(heads, off("@z.*", over="head", heads=HEADS))
-    with pytest.raises(fh.HookTypeError, match=f"has {HEADS} heads of its own, got heads=3"):
+    with pytest.raises(fh.HookTypeError, match=f"has {HEADS} heads, got heads=3"):
         off("@z.*", over="head", heads=3)
     # A head without a pattern returns zeros, and a head has a separate name.
     close(heads, off("@pattern.*", over="head"))
@@ -228,7 +228,7 @@ def test_the_equation_shown_is_the_one_that_holds() -> None:
 
 def test_what_passes_a_norm_in_the_stream_is_not_attributed() -> None:
     model, ids = scaled(nn.LayerNorm)
-    with pytest.raises(fh.HookTypeError, match=r"'@mixer_out\.0' is no term of the stream"):
+    with pytest.raises(fh.HookTypeError, match=r"'@mixer_out\.0' is not a term of the stream"):
         analysis.direct_logit_attribution(model, ids, difference, "@mixer_out.*")
     transformers = pytest.importorskip("transformers")
     config = transformers.BloomConfig(hidden_size=WIDTH, n_layer=2, n_head=HEADS, vocab_size=WORDS)
@@ -237,19 +237,19 @@ def test_what_passes_a_norm_in_the_stream_is_not_attributed() -> None:
     # Its embedding passes a norm.
     assert found.names[0] == "@resid_pre.0"
     assert found.scores["rest"] == pytest.approx(0.0, abs=1e-5 * float(found.values.abs().sum()))
-    with pytest.raises(fh.HookTypeError, match="'@embed' is no term of the stream"):
+    with pytest.raises(fh.HookTypeError, match="'@embed' is not a term of the stream"):
         analysis.direct_logit_attribution(bloom, ids, difference, "@embed")
 
 
 def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
     _, case = named
-    with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read and not written"):
+    with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read but not written"):
         analysis.activation_patching(
             case.model, case.clean, case.corrupted, case.metric, "@resid_mid.*"
         )
     with pytest.raises(fh.SelectionError, match=r"has no @resid_post\.9: its blocks are 0 to 1"):
         analysis.ablation(case.model, case.clean, case.metric, "@resid_post.9")
-    with pytest.raises(fh.HookTypeError, match="'@logits' is no term of the stream"):
+    with pytest.raises(fh.HookTypeError, match="'@logits' is not a term of the stream"):
         analysis.direct_logit_attribution(case.model, case.clean, case.metric, "@logits")
 
 

@@ -158,7 +158,7 @@ def test_what_is_no_norm_is_refused(net: Net) -> None:
 
 def test_places_that_are_not_in_the_stream_are_refused(net: Net) -> None:
     ids = torch.randint(WORDS, (2, POSITIONS))
-    with pytest.raises(fh.HookTypeError, match=r"'head' has the shape \(2, 5, 32\) and the stream"):
+    with pytest.raises(fh.HookTypeError, match=r"'head' has shape \(2, 5, 32\), but the stream"):
         analysis.direct_logit_attribution(net, ids, difference, "head", norm="norm")
     with pytest.raises(fh.HookError, match=r"'blocks\.0\.mlp' is not linear in its heads"):
         analysis.direct_logit_attribution(
@@ -166,5 +166,7 @@ def test_places_that_are_not_in_the_stream_are_refused(net: Net) -> None:
         )
     with pytest.raises(fh.HookTypeError, match=r"over='head' needs the number of heads"):
         analysis.direct_logit_attribution(net, ids, difference, "embed", norm="norm", over="head")
-    with pytest.raises(fh.SelectionError, match=r"norm takes one module, 'blocks\.\*' matches 3"):
+    with pytest.raises(
+        fh.SelectionError, match=r"norm must select one module, 'blocks\.\*' matches 3"
+    ):
         analysis.direct_logit_attribution(net, ids, difference, "embed", norm="blocks.*")

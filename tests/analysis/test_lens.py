@@ -52,9 +52,7 @@ def test_a_function_stands_in_for_the_head(case: Case) -> None:
 
 def test_layers_before_the_last_one_are_refused_without_a_function(case: Case) -> None:
     first = next(iter(modules(case.model, case.layers)))
-    with pytest.raises(
-        fh.HookError, match=f"{first}' is not the last layer: what follows it mixes"
-    ):
+    with pytest.raises(fh.HookError, match=f"{first}' is not the last layer: the model mixes"):
         analysis.logit_lens(case.model, case.clean, first)
     lens = analysis.logit_lens(case.model, case.clean, first, to_logits=head_of(case.model))
     assert lens.names == [first]
@@ -135,7 +133,9 @@ def test_models_without_logits_and_other_shapes_are_refused(net: Net) -> None:
     wider = nn.Sequential(net.embed, net.head, nn.Linear(WORDS, WIDTH))
     with pytest.raises(fh.HookTypeError, match=rf"got \(2, 5, {WORDS}\) of '1' and \(2, 5, 16\)"):
         analysis.logit_lens(wider, ids, ["1", "2"])
-    with pytest.raises(ValueError, match="top is at least 1, got 0"):
+    with pytest.raises(ValueError, match="top must be at least 1, got 0"):
         analysis.logit_lens(net, ids, "blocks.*", top=0)
-    with pytest.raises(fh.HookTypeError, match="tokens has a label for each position: 5, got 1"):
+    with pytest.raises(
+        fh.HookTypeError, match="tokens must have one label per position: expected 5, got 1"
+    ):
         analysis.logit_lens(net, ids, "blocks.*", tokens=["a"])

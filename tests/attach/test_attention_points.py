@@ -172,10 +172,10 @@ def _text(*_: Any) -> str:
 @pytest.mark.parametrize("name", POINTS)
 def test_another_shape_is_refused_with_the_expected_one(llama: Any, name: str) -> None:
     point = getattr(points(llama), name)
-    shape = rf"{name} has the shape \(3, .* returned \(1,"
+    shape = rf"{name} must keep shape \(3, .* returned \(1,"
     with pytest.raises(fh.HookTypeError, match=shape), fh.register(point, "", _first):
         logits(llama)
-    kind = f"{name} is replaced by a tensor, got str"
+    kind = f"{name} must be replaced by a tensor, got str"
     with pytest.raises(fh.HookTypeError, match=kind), fh.register(point, "", _text):
         logits(llama)
 

@@ -142,12 +142,12 @@ def test_what_cannot_keep_its_class_is_refused(model: nn.Sequential) -> None:
         fh.instrument(model, keep_class="none")
     with (
         fh.instrument(model),
-        pytest.raises(fh.HookError, match="'1' is instrumented with another"),
+        pytest.raises(fh.HookError, match="'1' is already instrumented with another"),
     ):
         fh.instrument(model, keep_class=KEPT)
     model[1].compile(backend="eager")
     for select in (KEPT, None):
-        with pytest.raises(fh.HookError, match="'1' was compiled by its compile"):
+        with pytest.raises(fh.HookError, match="'1' was compiled with its compile"):
             fh.instrument(model, select, keep_class=KEPT)
         assert type(model[0]) is type(model[1]) is nn.Linear
 

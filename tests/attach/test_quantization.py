@@ -166,8 +166,8 @@ def test_hooks_on_modules_that_are_fused_away_are_reported(way: str) -> None:
     with pytest.warns(fh.errors.ReplacedWarning) as warned:
         quantization.fuse_modules(model, [["conv", "bn", "relu"]], inplace=True)
     assert [str(each.message).split(" (")[0] for each in warned] == [
-        "quantisation took 'conv'",
-        "quantisation took 'bn'",
+        "quantisation removed 'conv'",
+        "quantisation removed 'bn'",
     ]
     # The fused module has a copy of the convolution, hooks included.
     with pytest.warns(fh.errors.ReplacedWarning, match=r"took '0' \(.*Conv2d\)* out of ConvReLU2d"):

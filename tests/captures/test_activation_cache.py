@@ -50,7 +50,7 @@ def test_stack(acts: fh.ActivationCache) -> None:
     assert torch.equal(stacked, torch.stack([acts["0"], acts["1"]]))
     with pytest.raises(fh.SelectionError, match=r"'x\.\*' matches no captured module"):
         acts.stack("x.*")
-    with pytest.raises(fh.HookTypeError, match="stack takes a name, a glob or a compiled regex"):
+    with pytest.raises(fh.HookTypeError, match="stack needs a name, a glob or a compiled regex"):
         acts.stack(3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="equal size"):
         acts.stack()
@@ -66,7 +66,7 @@ def test_stack_takes_all_calls() -> None:
 def test_a_name_that_is_no_str_is_refused_as_one(acts: fh.ActivationCache) -> None:
     with pytest.raises(KeyError) as caught:
         acts[0]  # type: ignore[index]
-    expected = "a module's name is a str, got int 0; captured: '0', '1', '2', ''"
+    expected = "the name of a module must be a str, got int 0; captured: '0', '1', '2', ''"
     assert str(caught.value) == expected
     assert 0 not in acts
     assert acts.get(0) is None  # type: ignore[call-overload]
@@ -249,7 +249,9 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "other")
     for name in ("text", "empty", "other"):
-        with pytest.raises(fh.HookError, match=f"{name} has no activations saved by ferrohook"):
+        with pytest.raises(
+            fh.HookError, match=f"{name} contains no activations saved by ferrohook"
+        ):
             fh.ActivationCache.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         fh.ActivationCache.load(tmp_path / "missing")

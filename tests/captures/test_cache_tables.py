@@ -193,7 +193,7 @@ def test_rows_of_a_pattern() -> None:
     assert [row.name for row in acts.rows()] == ["a.0", "a.0", "a.1", "b"]
     with pytest.raises(fh.SelectionError, match="'c' matches no captured module"):
         list(acts.rows("c"))
-    with pytest.raises(fh.HookTypeError, match="rows takes a name, a glob or a compiled regex"):
+    with pytest.raises(fh.HookTypeError, match="rows needs a name, a glob or a compiled regex"):
         list(acts.rows(3))  # type: ignore[arg-type]
 
 

@@ -25,36 +25,36 @@ if TYPE_CHECKING:
         (
             {"calls": "first"},
             ValueError,
-            "calls is 'last', 'all' or a number of calls, got 'first'",
+            "calls must be 'last', 'all' or a number of calls, got 'first'",
         ),
-        ({"calls": 0}, ValueError, "calls is at least 1, got 0"),
-        ({"calls": -1}, ValueError, "calls is at least 1"),
-        ({"calls": True}, fh.HookTypeError, "calls is 'last', 'all' or a number .* got bool"),
+        ({"calls": 0}, ValueError, "calls must be at least 1, got 0"),
+        ({"calls": -1}, ValueError, "calls must be at least 1"),
+        ({"calls": True}, fh.HookTypeError, "calls must be 'last', 'all' or a number .* got bool"),
         ({"calls": 1.0}, fh.HookTypeError, "got float"),
         ({"calls": None}, fh.HookTypeError, "got NoneType"),
-        ({"max_bytes": 0}, ValueError, "max_bytes is at least 1, got 0"),
-        ({"max_bytes": True}, fh.HookTypeError, "max_bytes is an int, got bool"),
-        ({"max_bytes": 2.0**30}, fh.HookTypeError, "max_bytes is an int, got float"),
-        ({"max_bytes": "1GB"}, fh.HookTypeError, "max_bytes is an int, got str"),
-        ({"copy": "deep"}, ValueError, "copy is checked, clone or ref, got 'deep'"),
-        ({"copy": True}, ValueError, "copy is checked, clone or ref, got True"),
-        ({"copy": []}, ValueError, "copy is checked, clone or ref"),
-        ({"slice": 1.5}, fh.HookTypeError, "slice is an index into a tensor, got float"),
+        ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1, got 0"),
+        ({"max_bytes": True}, fh.HookTypeError, "max_bytes must be an int, got bool"),
+        ({"max_bytes": 2.0**30}, fh.HookTypeError, "max_bytes must be an int, got float"),
+        ({"max_bytes": "1GB"}, fh.HookTypeError, "max_bytes must be an int, got str"),
+        ({"copy": "deep"}, ValueError, "copy must be 'checked', 'clone' or 'ref', got 'deep'"),
+        ({"copy": True}, ValueError, "copy must be 'checked', 'clone' or 'ref', got True"),
+        ({"copy": []}, ValueError, "copy must be 'checked', 'clone' or 'ref'"),
+        ({"slice": 1.5}, fh.HookTypeError, "slice must be an index into a tensor, got float"),
         ({"slice": "0"}, fh.HookTypeError, "got str"),
         ({"slice": True}, fh.HookTypeError, "got bool"),
         ({"slice": (0, "a")}, fh.HookTypeError, "got str"),
         ({"slice": [1.5]}, fh.HookTypeError, "got float"),
         ({"slice": slice(0.5)}, fh.HookTypeError, "bounds of a slice .* got float"),
-        ({"slice": slice(None, None, -1)}, ValueError, "step .* is at least 1, got -1"),
-        ({"inputs": 1}, fh.HookTypeError, "inputs is a bool, got int"),
-        ({"detach": None}, fh.HookTypeError, "detach is a bool, got NoneType"),
-        ({"grads": "yes"}, fh.HookTypeError, "grads is a bool, got str"),
-        ({"stop": "0"}, fh.HookTypeError, "stop is a bool, got str"),
-        ({"output_index": True}, fh.HookTypeError, "output_index is .* got bool"),
-        ({"dtype": "float16"}, fh.HookTypeError, "dtype is a torch.dtype, got str"),
-        ({"dtype": float}, fh.HookTypeError, "dtype is a torch.dtype, got the class float"),
-        ({"device": "nowhere"}, RuntimeError, "^device='nowhere'.*not available: torch sees cpu"),
-        ({"device": "cuda:99"}, RuntimeError, "^device='cuda:99'.*An engine takes no device"),
+        ({"slice": slice(None, None, -1)}, ValueError, "step .* must be at least 1, got -1"),
+        ({"inputs": 1}, fh.HookTypeError, "inputs must be a bool, got int"),
+        ({"detach": None}, fh.HookTypeError, "detach must be a bool, got NoneType"),
+        ({"grads": "yes"}, fh.HookTypeError, "grads must be a bool, got str"),
+        ({"stop": "0"}, fh.HookTypeError, "stop must be a bool, got str"),
+        ({"output_index": True}, fh.HookTypeError, "output_index must be .* got bool"),
+        ({"dtype": "float16"}, fh.HookTypeError, "dtype must be a torch.dtype, got str"),
+        ({"dtype": float}, fh.HookTypeError, "dtype must be a torch.dtype, got the class float"),
+        ({"device": "nowhere"}, RuntimeError, "^device='nowhere'.*not available: torch finds cpu"),
+        ({"device": "cuda:99"}, RuntimeError, "^device='cuda:99'.*Engines do not accept a device"),
         ({"unknown": 1}, TypeError, "unknown"),
     ],
 )
@@ -79,7 +79,9 @@ def test_a_capture_that_is_not_entered_says_so(model: nn.Sequential, x: Tensor) 
     assert capture  # by no length
     uses: list[Callable[[Any], Any]] = [dict, list, len, lambda it: "0" in it]
     for use in uses:
-        with pytest.raises(fh.HookTypeError, match="is no mapping of activations: `with capture"):
+        with pytest.raises(
+            fh.HookTypeError, match="is not a mapping of activations: use `with capture"
+        ):
             use(capture)
     with capture as acts:
         assert repr(capture) == "<Capture of 1 module of Sequential, entered>"
@@ -105,9 +107,9 @@ def test_a_capture_is_entered_and_left_only_once(model: nn.Sequential, x: Tensor
         capture = fh.capture(model, "0")
         with capture as acts:
             model(x)
-            with pytest.raises(fh.HookError, match="a capture is entered once"), capture:
+            with pytest.raises(fh.HookError, match="a capture can be entered only once"), capture:
                 pytest.fail("it was entered")
-        with pytest.raises(fh.HookError, match="a capture is entered once"), capture:
+        with pytest.raises(fh.HookError, match="a capture can be entered only once"), capture:
             pytest.fail("it was entered")
         with pytest.raises(fh.HookError, match="left before"):
             capture.__exit__(None, None, None)
@@ -161,7 +163,7 @@ def test_a_module_that_cannot_be_instrumented_leaves_nothing_behind(x: Tensor) -
 def test_a_capture_that_is_used_like_a_cache_says_how_to_get_one() -> None:
     capture = fh.capture(nn.Sequential(nn.Identity()), "0")
     for name in ("keys", "items", "stack", "to_pandas", "save"):
-        with pytest.raises(AttributeError, match=f"`with capture as acts:` gives acts.{name}"):
+        with pytest.raises(AttributeError, match=f"`with capture as acts:`, then acts.{name}"):
             getattr(capture, name)
     with pytest.raises(AttributeError, match="'Capture' object has no attribute 'kyes'"):
         getattr(capture, "kyes")  # noqa: B009 (checkers know that there is none)

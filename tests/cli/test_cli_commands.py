@@ -295,14 +295,14 @@ def test_a_plan_names_tensors_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("plan", "more", "reason"),
     [
-        ("{", "", "the plan is no JSON"),
+        ("{", "", "the plan is not valid JSON"),
         ('{"version": 1, "entries": [3]}', "", "entries[0]: an object"),
         (fh.Plan(fh.keep("0")), "", "the plan keeps activations, which collect does not store"),
         (fh.Plan(fh.on("no", fh.Zero())), "", "entry 0 of the plan: nothing in Sequential matches"),
-        (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, the output of '0'"),
+        (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, but the output of '0'"),
         (fh.Plan(fh.on("1", fh.Add(torch.ones(7)))), "", "a width of 7, the module's value has 3"),
         (fh.Plan(), "--tensors no.safetensors", "No such file or directory: no.safetensors"),
-        (fh.Plan(), "--tensors x0.pt", "x0.pt is no file of safetensors"),
+        (fh.Plan(), "--tensors x0.pt", "x0.pt is not a safetensors file"),
         (fh.Plan(), "--plan there.json", "No such file or directory: 'there.json'"),
     ],
 )
@@ -329,7 +329,7 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
         (collect("--input", "x0.pt", "--slice", "1:2:3:4"), "got '1:2:3:4'"),
         (collect("--input", "x0.pt", "--slice", "[0]"), "as ':,0' or '...,:16', got '[0]'"),
         (collect("--input", "x0.pt", "--slice=::0"), "the step of a slice"),
-        (collect("--input", "x0.pt", "--mask", "mask"), "is a key of the batches"),
+        (collect("--input", "x0.pt", "--mask", "mask"), "names a key of the batches"),
         (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "pass --plan too"),
         (collect("--input", "there.txt"), "No such file or directory: 'there.txt'"),
         (collect("--input", "x0.pt", select="nope"), "nothing in Sequential matches 'nope'"),
@@ -365,7 +365,7 @@ def test_another_model_does_not_continue_a_run(capsys: pytest.CaptureFixture[str
     assert main(collect("--input", "x0.pt")) == 0
     capsys.readouterr()
     told = error_line(collect("--input", "x0.pt", model="cli_nets:Silent", select="ran"), capsys)
-    assert "was made of something else" in told
+    assert "does not match this call" in told
 
 
 # progress

@@ -246,7 +246,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(
 def test_an_option_of_plans_that_a_server_would_ignore_is_refused(
     server: PlannedServer, client: Client, name: str
 ) -> None:
-    with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+    with pytest.raises(fh.HookTypeError, match=rf"not declare {name}= and may ignore it"):
         client.generate("w1", **{name: 1})
     assert not server.bodies
     client.generate("w1", stop=["w9"], priority=1)  # fields of completions

@@ -241,7 +241,7 @@ def test_always_call_and_on_error_break_the_graph(option: dict[str, Any]) -> Non
     assert handle.calls == (2 if "always_call" in option else 1)
 
 
-@pytest.mark.parametrize("call", ["keywords alone", "a list"])
+@pytest.mark.parametrize("call", ["keywords only", "a list"])
 def test_backward_hooks_on_values_that_torch_ignores_break_the_graph(call: str) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -253,7 +253,7 @@ def test_backward_hooks_on_values_that_torch_ignores_break_the_graph(call: str) 
     x = torch.ones(3, requires_grad=True)
     with torch._dynamo.config.patch(compiled_autograd=True):
         compiled = torch.compile(hooked, backend="eager")
-        output = compiled(x=x) if call == "keywords alone" else compiled(x)
+        output = compiled(x=x) if call == "keywords only" else compiled(x)
         (output[0] if call == "a list" else output).sum().backward()
     ((grad_input, grad_output),) = seen
     assert torch.equal(grad_input, torch.full((3,), 2.0))
@@ -408,7 +408,9 @@ def test_captures_that_break_the_graph_are_taken_outside_of_it(instrumented: Com
     with (
         fh.instrument(model),
         fh.capture(model, "pair"),
-        pytest.raises(torch._dynamo.exc.Unsupported, match="captured that has several tensors"),
+        pytest.raises(
+            torch._dynamo.exc.Unsupported, match="captured output of a module has several tensors"
+        ),
     ):
         torch.compile(model["pair"], backend="eager", fullgraph=True)(x)
 

@@ -67,7 +67,7 @@ def test_a_changed_bit_is_found_by_reading_on_wish(folder: Path) -> None:
     store = LocalStore(folder, read_only=True)
     assert store.get("run", 1, "layer")["output"][-1] != 1  # unnoticed without `verify`
     with pytest.raises(
-        fh.errors.StoreError, match=rf"{path} is damaged: its checksum is \w{{8}}, that"
+        fh.errors.StoreError, match=rf"{path} is damaged: its checksum is \w{{8}}, but that"
     ):
         store.get("run", 1, "layer", verify=True)
     for batch in (0, 2):
@@ -97,7 +97,9 @@ def test_a_changed_bit_of_the_index_is_found(folder: Path) -> None:
         if bit >= 8 * (index.stat().st_size - 1):  # an incomplete last line: not yet written
             assert store.completed("run") == [0, 1]
         else:
-            with pytest.raises(fh.errors.StoreError, match=r"index.jsonl is damaged: line at byte"):
+            with pytest.raises(
+                fh.errors.StoreError, match=r"index.jsonl is damaged: the line at byte"
+            ):
                 store.verify()
         flip(index, bit)
     check(LocalStore(folder, read_only=True), 0, 1, 2)

@@ -331,7 +331,7 @@ def test_detectors_that_cannot_collect_are_refused(
         with pytest.raises(error, match=told):
             fh.collect(model, batches, ["0", detector], store)
         assert type(model[0]) is nn.Linear
-    with pytest.raises(fh.HookTypeError, match=r"modules are selected by .* got .*CallCounter"):
+    with pytest.raises(fh.HookTypeError, match=r"a selector must be .* got .*CallCounter"):
         fh.collect(model, batches, fh.detectors.CallCounter(), store)  # type: ignore[arg-type]
     assert store.runs() == []
 
@@ -409,13 +409,13 @@ def test_only_this_contexts_calls_are_collected(
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"model": 3}, "model is an instance of nn.Module, got int"),
-        ({"model": nn.Linear}, "model is an instance of nn.Module, got the class"),
-        ({"batches": 3}, "batches is an iterable of batches"),
-        ({"store": "folder"}, "store is a Store"),
-        ({"forward": 3}, "forward is a callable or None, got int"),
-        ({"what": 3}, "modules are selected by a path"),
-        ({"what": [3, "0"]}, "modules are selected by a path"),
+        ({"model": 3}, "model must be an instance of nn.Module, got int"),
+        ({"model": nn.Linear}, "model must be an instance of nn.Module, got the class"),
+        ({"batches": 3}, "batches must be an iterable of batches"),
+        ({"store": "folder"}, "store must be a Store"),
+        ({"forward": 3}, "forward must be a callable or None, got int"),
+        ({"what": 3}, "a selector must be a path"),
+        ({"what": [3, "0"]}, "a selector must be a path"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -428,7 +428,7 @@ def test_wrong_arguments_are_refused(
     for wrong in ("nothing", []):
         with pytest.raises(fh.SelectionError, match=r"matches 'nothing'|selects nothing"):
             fh.collect(model, [1], wrong, store)
-    with pytest.raises(ValueError, match="run is a name"):
+    with pytest.raises(ValueError, match="run must be a name"):
         fh.collect(model, [torch.ones(3)], "0", store, run="a/b")
     assert store.runs() == []
 

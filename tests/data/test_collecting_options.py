@@ -95,15 +95,23 @@ def test_a_mask_drops_padding(padded: list[dict[str, Tensor]], mask: Any) -> Non
 def test_masks_that_do_not_fit_are_refused(padded: list[dict[str, Tensor]]) -> None:
     model = Encoder()
     for mask, error, told in (
-        ("padding", fh.HookError, "mask='padding' is a key of the batches, and this one has none"),
-        (lambda batch: [1], fh.HookTypeError, "a tensor of at least one dimension, got list"),
-        (lambda batch: torch.tensor(1), fh.HookTypeError, "of at least one dimension, got Tensor"),
+        (
+            "padding",
+            fh.HookError,
+            "mask='padding' names a key of the batches, but this batch does not have it",
+        ),
+        (lambda batch: [1], fh.HookTypeError, "a tensor with at least one dimension, got list"),
+        (
+            lambda batch: torch.tensor(1),
+            fh.HookTypeError,
+            "with at least one dimension, got Tensor",
+        ),
         (
             lambda batch: torch.ones(2, 4),
             fh.HookError,
-            r"'output' of layer 'layer' has the shape \(2, 5, 3\), which does not begin with",
+            r"'output' of layer 'layer' has shape \(2, 5, 3\), which does not start with",
         ),
-        (1, fh.HookTypeError, "mask is a str, a callable or None, got int"),
+        (1, fh.HookTypeError, "mask must be a str, a callable or None, got int"),
     ):
         store = MemoryStore()
         with pytest.raises(error, match=told):
@@ -130,7 +138,7 @@ def test_a_plan_runs_in_each_forward(
 
 def test_plans_that_cannot_be_used_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
-    with pytest.raises(fh.HookTypeError, match="plan is a Plan, or one prepared, got str"):
+    with pytest.raises(fh.HookTypeError, match="plan must be a Plan or a Prepared, got str"):
         fh.collect(model, batches, "0", store, plan="plan")  # type: ignore[arg-type]
     with pytest.raises(fh.HookError, match="the plan keeps activations"):
         fh.collect(model, batches, "0", store, plan=PLAN + fh.Plan(fh.keep("2")))
@@ -162,9 +170,9 @@ def test_options_are_of_selected_modules(
     model: nn.Sequential, batches: list[Tensor], option: str, value: Any
 ) -> None:
     detector = fi.LayerActivationDetector("0")
-    with pytest.raises(fh.HookError, match=f"{option} is an option of selected modules"):
+    with pytest.raises(fh.HookError, match=f"{option}= only works with selected modules"):
         fh.collect(model, batches, detector, MemoryStore(), **{option: value})
-    with pytest.raises(fh.HookTypeError, match=r"dtype is a torch\.dtype"):
+    with pytest.raises(fh.HookTypeError, match=r"dtype must be a torch\.dtype"):
         fh.collect(model, batches, "0", MemoryStore(), dtype="half")  # type: ignore[arg-type]
 
 

@@ -116,10 +116,10 @@ def test_rows_follow_each_other_over_batches(data: fh.data.ActivationDataset) ->
     assert numbers(data[10:30:7]) == [10, 17, 24]
     assert data[[]].shape == data[5:5].shape == (0, 2)
     for outside in (ROWS, -ROWS - 1, [0, ROWS]):
-        with pytest.raises(IndexError, match=f"has {ROWS} rows, and no row"):
+        with pytest.raises(IndexError, match=f"is out of range: the data set has {ROWS} rows"):
             data[outside]
     for wrong in (1.5, [True, False], [[1]], "1"):
-        with pytest.raises(fh.HookTypeError, match="rows are chosen by an int"):
+        with pytest.raises(fh.HookTypeError, match="rows must be chosen with an int"):
             data[wrong]  # type: ignore[index]
 
 
@@ -134,7 +134,7 @@ def test_what_no_batch_has_is_refused(store: Store) -> None:
     for layer, run, name in (("layr", "run", "output"), ("layer", "run", "input"), ("l", "x", "o")):
         with pytest.raises(fh.SelectionError, match=f"run '{run}' has a tensor '{name}' of layer"):
             fh.data.ActivationDataset(store, layer, run=run, name=name)
-    with pytest.raises(fh.HookTypeError, match="store is a Store, got str"):
+    with pytest.raises(fh.HookTypeError, match="store must be a Store, got str"):
         fh.data.ActivationDataset("folder", "layer")  # type: ignore[arg-type]
 
 
@@ -142,7 +142,9 @@ def test_what_no_batch_has_is_refused(store: Store) -> None:
 def test_rows_that_differ_are_refused(store: Store, other: Tensor) -> None:
     fill(store).put("run", 9, "layer", {"output": other})
     store.complete("run", 9)
-    with pytest.raises(fh.HookError, match=r"in batch 9 of run 'run', and of 2 torch.float32"):
+    with pytest.raises(
+        fh.HookError, match=r"in batch 9 of run 'run', but width 2 and torch.float32"
+    ):
         fh.data.ActivationDataset(store, "layer")
 
 
@@ -343,14 +345,14 @@ def test_ranks_of_torch_distributed_are_the_default(
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size is at least 1, got 0"),
-        ({"seed": -1}, ValueError, "seed is at least 0, got -1"),
-        ({"seed": 1.0}, fh.HookTypeError, "seed is an int, got float"),
-        ({"reservoir": 0}, ValueError, "reservoir is at least 1, got 0"),
-        ({"drop_last": 1}, fh.HookTypeError, "drop_last is a bool, got int"),
-        ({"workers": True}, fh.HookTypeError, "workers is an int, got bool"),
-        ({"rank": 2, "ranks": 2}, ValueError, "rank is below ranks, 2, got 2"),
-        ({"data": [1]}, fh.HookTypeError, "data is an ActivationDataset, got list"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 1.0}, fh.HookTypeError, "seed must be an int, got float"),
+        ({"reservoir": 0}, ValueError, "reservoir must be at least 1, got 0"),
+        ({"drop_last": 1}, fh.HookTypeError, "drop_last must be a bool, got int"),
+        ({"workers": True}, fh.HookTypeError, "workers must be an int, got bool"),
+        ({"rank": 2, "ranks": 2}, ValueError, "rank must be below ranks=2, got 2"),
+        ({"data": [1]}, fh.HookTypeError, "data must be an ActivationDataset, got list"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -66,7 +66,7 @@ def test_another_model_is_refused(
     fh.collect(model, torch.ones(8, 4).split(2), "", store)
     with torch.no_grad():
         model[2].weight.zero_()
-    told = r"run 'run' was made of something else \(parameters and buffers: '2.weight' changed\)"
+    told = r"run 'run' does not match this call \(parameters and buffers: '2.weight' changed\)"
     refused(store, told, model, torch.zeros(8, 4).split(4), "")
     refused(store, told, model, torch.ones(8, 4).split(2), "")
 
@@ -177,7 +177,7 @@ def test_other_batches_are_refused(
     model: nn.Sequential, batches: list[Tensor], store: Store
 ) -> None:
     fh.collect(model, batches[:3], "0", store)
-    told = "batch {} of run 'run' was made of another batch"
+    told = "batch {} of run 'run' was collected from a different batch"
     refused(store, told.format(1), model, [batches[0], batches[1] + 1e-6, *batches[2:]], "0")
     refused(store, told.format(0), model, batches[::-1], "0")
     refused(store, told.format(0), model, torch.cat(batches).split(4), "0")

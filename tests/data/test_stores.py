@@ -138,20 +138,20 @@ def test_missing_runs_batches_and_layers_raise(store: Store) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "told"),
     [
-        ((3, 0, "l", {}), fh.HookTypeError, "run is a str, got int"),
-        (("", 0, "l", {}), ValueError, "run is a name of letters"),
+        ((3, 0, "l", {}), fh.HookTypeError, "run must be a str, got int"),
+        (("", 0, "l", {}), ValueError, "run must be a name of letters"),
         (("../up", 0, "l", {}), ValueError, "got '../up'"),
         ((".hidden", 0, "l", {}), ValueError, "got '.hidden'"),
-        (("a\n", 0, "l", {}), ValueError, "run is a name"),
-        (("r", "0", "l", {}), fh.HookTypeError, "batch is an int, got str"),
-        (("r", True, "l", {}), fh.HookTypeError, "batch is an int, got bool"),
+        (("a\n", 0, "l", {}), ValueError, "run must be a name"),
+        (("r", "0", "l", {}), fh.HookTypeError, "batch must be an int, got str"),
+        (("r", True, "l", {}), fh.HookTypeError, "batch must be an int, got bool"),
         (("r", -1, "l", {}), ValueError, "at least 0, got -1"),
-        (("r", 0, None, {}), fh.HookTypeError, "layer is a str, got NoneType"),
+        (("r", 0, None, {}), fh.HookTypeError, "layer must be a str, got NoneType"),
         (("r", 0, "l", torch.ones(1)), fh.HookTypeError, "mapping from their names, got Tensor"),
         (("r", 0, "l", {"x": 1}), fh.HookTypeError, "layer 'l': .* from str to int"),
         (("r", 0, "l", {1: torch.ones(1)}), fh.HookTypeError, "from int to Tensor"),
-        (("r", 0, "l", {"a/b": torch.ones(1)}), ValueError, "no slash .* got 'a/b'"),
-        (("r", 0, "l", {"": torch.ones(1)}), ValueError, "not empty"),
+        (("r", 0, "l", {"a/b": torch.ones(1)}), ValueError, "contain a slash, got 'a/b'"),
+        (("r", 0, "l", {"": torch.ones(1)}), ValueError, "must not be empty"),
         (("r", 0, "l", {"x": torch.ones(1).to_sparse()}), fh.HookTypeError, "store its to_dense"),
         (
             ("r", 0, "l", {"x": torch.ones(1).to(torch.complex128)}),
@@ -169,9 +169,9 @@ def test_wrong_arguments_of_put_are_refused(
 
 
 def test_wrong_arguments_of_complete_are_refused(store: Store) -> None:
-    with pytest.raises(ValueError, match="run is a name"):
+    with pytest.raises(ValueError, match="run must be a name"):
         store.complete("a/b", 0)
-    with pytest.raises(fh.HookTypeError, match="batch is an int"):
+    with pytest.raises(fh.HookTypeError, match="batch must be an int"):
         store.complete("run", 1.0)  # type: ignore[arg-type]
     assert store.runs() == []
 
@@ -244,7 +244,7 @@ def test_a_complete_batch_is_one_file_with_default_permissions(tmp_path: Path) -
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "run" / names[0]).stat().st_mode == plain.stat().st_mode
-    with pytest.raises(fh.HookError, match="has no activations"):
+    with pytest.raises(fh.HookError, match="contains no activations"):
         tensor_files.load(tmp_path / "run" / names[0])
 
 
@@ -473,7 +473,7 @@ def test_a_dropped_store_may_be_closed_on_its_writer_thread(
 def test_a_fork_does_not_write(tmp_path: Path) -> None:
     def work() -> None:
         with pytest.raises(
-            fh.errors.StoreError, match=f"in process {os.getppid()}, which this one was"
+            fh.errors.StoreError, match=f"in process {os.getppid()}, from which this"
         ):
             store.put("run", 1, "layer", {})
         assert store.completed("run") == []  # reads the written batches, and waits for none
@@ -492,7 +492,9 @@ def test_options_for_writing_are_refused_where_nothing_is_written(
 ) -> None:
     with LocalStore(tmp_path, **option) as store:
         fill(store, 0)
-    with pytest.raises(fh.HookTypeError, match="for writing: leave them out with read_only"):
+    with pytest.raises(
+        fh.HookTypeError, match="only work when writing: leave them out with read_only"
+    ):
         LocalStore(tmp_path, read_only=True, **option)
 
 
@@ -519,5 +521,5 @@ def test_reprs_name_what_they_show(tmp_path: Path) -> None:
 def test_a_bare_batch_is_no_iterable_of_batches() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     for batch in torch.ones(4, 2), {"input": torch.ones(4, 2)}:
-        with pytest.raises(fh.HookTypeError, match=r"iterable of batches, got .*pass \[it\]"):
+        with pytest.raises(fh.HookTypeError, match=r"iterable of batches, got .*pass \[batch\]"):
             fh.collect(model, batch, "0", fh.data.MemoryStore(), progress=False)

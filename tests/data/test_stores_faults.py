@@ -90,7 +90,7 @@ def test_a_damaged_index_raises(tmp_path: Path, line: str) -> None:
         fill(store, 0)
     index = tmp_path / "run" / "index.jsonl"
     index.write_text(line + "\n" + index.read_text(), encoding="latin-1")
-    with pytest.raises(fh.errors.StoreError, match=r"index.jsonl is damaged: line at byte 0"):
+    with pytest.raises(fh.errors.StoreError, match=r"index.jsonl is damaged: the line at byte 0"):
         LocalStore(tmp_path, read_only=True).batches("run")
 
 
@@ -188,7 +188,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
                 LocalStore(folder)
     for folder in (tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(
-            fh.errors.StoreError, match="is no folder: open the store without read_only"
+            fh.errors.StoreError, match="is not a folder: open the store without read_only"
         ):
             LocalStore(folder, read_only=True)
     assert not [*locked.iterdir()]
@@ -268,7 +268,7 @@ def test_an_error_while_closing_does_not_replace_the_error_of_the_block(tmp_path
 
 
 def test_options_of_wrong_types_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(fh.HookTypeError, match="max_pending is a number of bytes, got str"):
+    with pytest.raises(fh.HookTypeError, match="max_pending must be a number of bytes, got str"):
         LocalStore(tmp_path, max_pending="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         LocalStore(tmp_path, max_pending=0)

@@ -110,20 +110,20 @@ def test_tokens_that_do_not_fit_are_refused(
             fh.collect(model, batches, what, store, **{"tokens": "input_ids", **options})
         assert store.runs() == []
 
-    refused(fh.HookError, "tokens='ids' is a key of the batches", tokens="ids")
-    refused(fh.HookTypeError, "tokens is a str, a callable or None, got int", tokens=1)
+    refused(fh.HookError, "tokens='ids' names a key of the batches", tokens="ids")
+    refused(fh.HookTypeError, "tokens must be a str, a callable or None, got int", tokens=1)
     refused(fh.HookTypeError, r"got torch.float32 of \(1, 4\)", tokens=lambda _: torch.ones(1, 4))
     refused(fh.HookTypeError, r"got torch.int64 of \(4,\)", tokens=lambda _: torch.arange(4))
     refused(fh.HookTypeError, "got list", tokens=lambda batch: batch["input_ids"].tolist())
     refused(
         fh.HookError,
-        r"'output' of layer 'pooled' has the shape \(2, 2\), and no row for each of the tokens",
+        r"'output' of layer 'pooled' has shape \(2, 2\), without a row for each of the tokens",
         ["words", "pooled"],
     )
-    refused(fh.HookError, "no row for each of the tokens", slice=(slice(None), slice(1, 3)))
+    refused(fh.HookError, "without a row for each of the tokens", slice=(slice(None), slice(1, 3)))
     refused(
         fh.HookError,
-        r"the mask of a batch has the shape \(2, 3\) and its tokens \(2, 4\)",
+        r"the mask of a batch has shape \(2, 3\), but its tokens have shape \(2, 4\)",
         mask=lambda _: torch.ones(2, 3),
     )
     fh.collect(model, batches, "words", store)
@@ -212,11 +212,13 @@ def test_what_is_no_table_is_refused(store: Store, batches: list[dict[str, Tenso
     store.complete("run", 0)
     with pytest.raises(fh.HookError, match=r"'b' has 2 rows .* in batch 0 of run 'run'"):
         store.to_datasets("a", "b")
-    with pytest.raises(fh.HookError, match="a layer has the name of the column 'token'"):
+    with pytest.raises(fh.HookError, match="a layer has the same name as the column 'token'"):
         store.to_datasets("a", "token")
-    with pytest.raises(fh.HookTypeError, match=r"Arrow has no torch.complex64, of 'complex'"):
+    with pytest.raises(
+        fh.HookTypeError, match=r"Arrow does not support torch.complex64, the dtype of 'complex'"
+    ):
         store.to_datasets("complex")
-    with pytest.raises(ValueError, match="context is at least 1, got 0"):
+    with pytest.raises(ValueError, match="context must be at least 1, got 0"):
         store.to_datasets("a", context=0)
     for layer, run, name in (("nope", "run", "output"), ("a", "none", "output"), ("a", "run", "x")):
         with pytest.raises(

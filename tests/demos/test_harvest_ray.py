@@ -187,7 +187,10 @@ def test_an_incomplete_part_of_other_batches_is_refused(
     Path("harvest_nets.py").write_text(textwrap.dedent(NETS.replace("(line)]", "(line) + 1]")))
     del sys.modules["harvest_nets"]
     assert harvest() == 2
-    assert "out/000000: batch 0 of run 'run' was made of another batch" in capsys.readouterr().err
+    assert (
+        "out/000000: batch 0 of run 'run' was collected from a different batch"
+        in capsys.readouterr().err
+    )
 
 
 def test_deleted_files_are_made_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,22 +231,22 @@ def test_in_continuous_batching(make: Any) -> None:
 
 def test_wrong_arguments() -> None:
     for arguments, words in (
-        ((), "Damp takes direction, factor, got none"),
+        ((), "Damp needs direction, factor, got none"),
         ((torch.ones(3),), "got direction"),
-        ((torch.ones(3), 1.0, 2.0), "takes direction, factor"),
-        ((3.0, 1.0), "direction of Damp is a tensor"),
-        ((torch.ones(3), None), "factor of Damp is a number"),
+        ((torch.ones(3), 1.0, 2.0), "needs direction, factor"),
+        ((3.0, 1.0), "direction of Damp must be a tensor"),
+        ((torch.ones(3), None), "factor of Damp must be a number"),
     ):
         with pytest.raises(HookTypeError, match=words):
             Damp(*arguments)
-    with pytest.raises(HookTypeError, match="takes direction, factor, got direction, strength"):
+    with pytest.raises(HookTypeError, match="needs direction, factor, got direction, strength"):
         Damp(torch.ones(3), strength=1.0)
     with pytest.raises(HookTypeError, match="abstract"):
         fh.Intervention()
 
 
 def test_a_name_that_is_taken() -> None:
-    with pytest.raises(HookTypeError, match="called Scale is defined in ferrohook"):
+    with pytest.raises(HookTypeError, match="called Scale is already defined in ferrohook"):
         type("Scale", (fh.Intervention,), {"formula": staticmethod(lambda x: x)})
     for _ in range(2):  # the cell of a notebook that is run again
         again = type("Again", (fh.Intervention,), {"formula": staticmethod(lambda x: -x)})

@@ -304,7 +304,7 @@ def test_a_wrong_width_names_hook_and_module(make: Any, shape: tuple[int, ...]) 
 
 @with_vector
 def test_a_value_that_is_not_floating_point_is_refused(make: Any) -> None:
-    with pytest.raises(fh.HookTypeError, match=r"floating point, got torch.int64"):
+    with pytest.raises(fh.HookTypeError, match=r"floating-point tensors, got torch.int64"):
         applied(make(torch.randn(WIDTH)), torch.ones(2, WIDTH, dtype=torch.long))
 
 
@@ -362,16 +362,16 @@ def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> Non
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: fh.Add([1.0]), fh.HookTypeError, "vector of Add is a tensor, got"),
-        (lambda: fh.Add(torch.ones(2, dtype=torch.int)), fh.HookTypeError, "floating point"),
-        (lambda: fh.Add(torch.ones(2), "1"), fh.HookTypeError, "scale of Add is a number"),
-        (lambda: fh.Add(torch.ones(2), True), fh.HookTypeError, "scale of Add is a number"),
+        (lambda: fh.Add([1.0]), fh.HookTypeError, "vector of Add must be a tensor, got"),
+        (lambda: fh.Add(torch.ones(2, dtype=torch.int)), fh.HookTypeError, "floating-point"),
+        (lambda: fh.Add(torch.ones(2), "1"), fh.HookTypeError, "scale of Add must be a number"),
+        (lambda: fh.Add(torch.ones(2), True), fh.HookTypeError, "scale of Add must be a number"),
         (lambda: fh.Scale(float("nan")), ValueError, "factor of Scale.*NaN"),
         (lambda: fh.Ablate(torch.ones(2, 2)), fh.HookTypeError, "one dimension"),
-        (lambda: fh.Ablate(torch.zeros(2)), ValueError, "not zero"),
+        (lambda: fh.Ablate(torch.zeros(2)), ValueError, "not be zero"),
         (lambda: fh.Ablate(torch.full((2,), torch.nan)), ValueError, "NaN"),
         (lambda: fh.Clamp(torch.ones(2)), ValueError, "low, high or both"),
-        (lambda: fh.Clamp(torch.ones(2), 2, 1), ValueError, "low not above high"),
+        (lambda: fh.Clamp(torch.ones(2), 2, 1), ValueError, "low must not exceed high"),
         (lambda: fh.Replace(0.0), fh.HookTypeError, "value of Replace"),
         (lambda: fh.Zero(output_index=True), fh.HookTypeError, "output_index of Zero"),
         (lambda: fh.Zero(output_index=1.5), fh.HookTypeError, "output_index of Zero"),
@@ -436,7 +436,7 @@ def test_interventions_are_immutable() -> None:
     vector = torch.ones(WIDTH)
     intervention = fh.Add(vector)
     for name in ("values", "output_index", "other"):
-        with pytest.raises(AttributeError, match="Add is immutable: make another"):
+        with pytest.raises(AttributeError, match="Add is immutable: create a new one"):
             setattr(intervention, name, None)
     vector.zero_()
     assert applied(intervention, torch.zeros(WIDTH)).tolist() == [1.0] * WIDTH
@@ -460,5 +460,5 @@ def test_interventions_have_signatures(intervention: Any, expected: str) -> None
 
 
 def test_the_base_of_interventions_is_abstract() -> None:
-    with pytest.raises(fh.HookTypeError, match="Intervention is abstract: take a kind such as Add"):
+    with pytest.raises(fh.HookTypeError, match="Intervention is abstract: use a kind such as Add"):
         fh.Intervention()

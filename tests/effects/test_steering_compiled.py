@@ -325,7 +325,9 @@ def test_positions_break_graphs_and_hold(plan: fh.Plan, before: bool) -> None:
         whole, call = former if before else calls()
         # A capture stands in the graph: the model's own call breaks it.
         fits = before and plan.entries[1].at is not None
-        refused = pytest.raises(torch._dynamo.exc.Unsupported, match="no graph has: at positions")
+        refused = pytest.raises(
+            torch._dynamo.exc.Unsupported, match="graphs do not support: at positions"
+        )
         with contextlib.nullcontext() if fits else refused, prepared.open():
             whole(torch.tensor([[1, 2, 3]]))
         torch._dynamo.reset()

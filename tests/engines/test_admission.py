@@ -105,7 +105,7 @@ def nested() -> list[Any]:
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object(), b"{}", nested()], ids=type)
 def test_what_is_no_json_is_the_clients_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"the JSON of Plan\.to_json|an object is expected"):
+    with pytest.raises(ValueError, match=r"the JSON of Plan\.to_json|expected an object"):
         admission().read(value, VectorsOfPlan.travelled({}))
 
 

@@ -304,10 +304,10 @@ def test_a_path_ends_in_a_sum() -> None:
 
 @pytest.mark.parametrize("path", [(), (True,), (1, None), ((0,),), (0, 1.5)])
 def test_a_path_has_steps(path: Any) -> None:
-    with pytest.raises(fh.HookTypeError, match=r"output_index of Zero is an int, a key"):
+    with pytest.raises(fh.HookTypeError, match=r"output_index of Zero must be an int, a key"):
         fh.Zero(output_index=path)
     if path in {(), (True,)}:
-        with pytest.raises(fh.HookTypeError, match=r"output_index is an int, a key"):
+        with pytest.raises(fh.HookTypeError, match=r"output_index must be an int, a key"):
             fh.capture(nn.Identity(), output_index=path)
 
 

@@ -196,7 +196,7 @@ def test_another_thread_may_change_the_model(model: Model) -> None:
 # Refused arguments. The whole text of errors is compared: users rely on it.
 
 TAKES = (
-    "modules are selected by a path, a glob, a compiled regex of str, a module, a subclass of "
+    "a selector must be a path, a glob, a compiled regex of str, a module, a subclass of "
     "nn.Module, a predicate (name, module) -> bool, or a list, tuple or set of these, got "
 )
 WRONG: dict[str, tuple[Any, str]] = {
@@ -228,7 +228,7 @@ def test_wrong_types_are_refused(model: Model, case: str) -> None:
 def test_selecting_from_anything_but_a_module_is_refused(wrong: Any, given_: str) -> None:
     with pytest.raises(HookTypeError) as caught:
         select(wrong, "odd")
-    message = f"modules are selected in an instance of nn.Module, got {given_}"
+    message = f"model must be an instance of nn.Module, got {given_}"
     assert str(caught.value) == message
 
 
@@ -257,7 +257,7 @@ def test_modules_are_taken_where_names_are(model: Model) -> None:
     with fh.register(net, net[1], fh.Zero()), fh.capture(net, net) as acts:
         assert torch.equal(net(x), zero)
     assert torch.equal(acts[""], zero)
-    with pytest.raises(HookTypeError, match=r"JSON has paths.* not Linear\("):
+    with pytest.raises(HookTypeError, match=r"JSON can hold only paths.* not Linear\("):
         plan.to_json()
 
 
@@ -290,7 +290,7 @@ class Unnamed:
 def test_a_predicate_takes_name_and_module(model: Model, predicate: Any, title: str) -> None:
     with pytest.raises(HookTypeError) as caught:
         select(model, predicate)
-    called = "a function that selects modules is called with (name, module)"
+    called = "a function that selects modules must accept (name, module)"
     assert str(caught.value) == f"{called}, got {title}"
     assert isinstance(caught.value.__cause__, TypeError)
 

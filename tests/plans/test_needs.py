@@ -65,7 +65,7 @@ def test_a_judge_refuses_what_it_does_not_know() -> None:
     assert nothing.refusal(fh.keep("0")) is None
     assert nothing.refusal(fh.on("0", python, priority=1)) == "it is one"
     assert BackEnd(frozenset({"add"}), {}).refusal(fh.keep("0", stop=True)) == (
-        "stop is not served, only add"
+        "stop is not supported, only add"
     )
 
 

@@ -223,7 +223,9 @@ def test_a_value_changed_in_place_is_not_drawn() -> None:
 
 
 def test_a_pattern_without_tensors_is_refused(acts: fh.ActivationCache) -> None:
-    with pytest.raises(fh.SelectionError, match="'nope' matches no captured module: 'a', 'b'"):
+    with pytest.raises(
+        fh.SelectionError, match="'nope' matches no captured module; captured: 'a', 'b'"
+    ):
         fh.plot.norms(acts, "nope")
     with pytest.raises(fh.SelectionError, match=r"'\*\*' matches no tensor"):
         fh.plot.norms(fh.ActivationCache({"a": None, "b": torch.ones(1, device="meta")}))

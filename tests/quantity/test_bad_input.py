@@ -64,7 +64,7 @@ def test_an_option_of_hooks_in_an_example_is_refused_by_name(name: str) -> None:
     model, ids = make("llama"), token_ids()
     table = fh.quantities(model)
     for call in (fh.quantities, table.verify):
-        with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+        with pytest.raises(fh.HookTypeError, match=rf"not declare {name}= and may ignore it"):
             call(model, ids, **{name: None})
 
 

@@ -113,7 +113,7 @@ def test_an_unknown_head_and_a_cut_of_one_are_refused() -> None:
     with pytest.raises(fh.SelectionError, match=r"@z.1.9 names no head: @z.1 has heads 0 to 3"):
         fh.capture(model, "@z.1.9")
     with (
-        pytest.raises(fh.HookTypeError, match="slice= of a capture and a head"),
+        pytest.raises(fh.HookTypeError, match="slice= and a head"),
         fh.capture(model, "@z.1.2", slice=(..., 0)),
     ):
         pass

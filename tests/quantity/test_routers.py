@@ -91,7 +91,7 @@ def test_what_is_written_to_a_router_chooses_and_weighs_the_experts() -> None:
 def test_a_router_that_weighs_in_its_own_code_is_read_and_not_written() -> None:
     model = make("mixtral")
     assert not fh.quantities(model)["@router.1"].writable
-    with pytest.raises(fh.HookTypeError, match=r"@router.1 can be read and not written"):
+    with pytest.raises(fh.HookTypeError, match=r"@router.1 can be read but not written"):
         fh.register(model, "@router.1", fh.Zero())
 
 
@@ -157,7 +157,7 @@ def test_plans_keep_the_experts_of_some_tokens() -> None:
 
 def test_numbers_of_experts_are_changed_by_no_addition() -> None:
     with pytest.raises(
-        fh.HookTypeError, match=r"Add changes tensors of floating point, got .*int64"
+        fh.HookTypeError, match=r"Add only works on floating-point tensors, got .*int64"
     ):
         fh.run(make("mixtral"), IDS, hooks={"@experts.1": fh.Add(torch.ones(2))})
 

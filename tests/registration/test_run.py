@@ -114,7 +114,7 @@ def test_run_refuses_bad_input(
 ) -> None:
     with pytest.raises(error):
         fh.run(model, x, **options)
-    with pytest.raises(fh.HookTypeError, match=r"run calls an instance of nn\.Module, got"):
+    with pytest.raises(fh.HookTypeError, match=r"run needs an instance of nn\.Module, got"):
         fh.run(nn.Linear, x)  # type: ignore[arg-type]
     assert instrumented(model) == []
 
@@ -140,9 +140,9 @@ def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
 
 def test_run_refuses_plans_that_do_not_fit(model: nn.Sequential, x: Tensor) -> None:
     keeping = fh.Plan(fh.keep("1"))
-    with pytest.raises(fh.HookTypeError, match="plan is a Plan, or one prepared, got dict"):
+    with pytest.raises(fh.HookTypeError, match="plan must be a Plan or a Prepared, got dict"):
         fh.run(model, x, plan={})  # type: ignore[arg-type]
-    with pytest.raises(fh.HookError, match="in the plan or in capture=, not in both"):
+    with pytest.raises(fh.HookError, match="capture= cannot be combined with a plan that captures"):
         fh.run(model, x, plan=keeping, capture="0")
     with (
         keeping.prepare(copy.deepcopy(model)) as prepared,
@@ -222,7 +222,7 @@ def test_an_option_that_run_does_not_have_is_refused_by_name(name: str) -> None:
     if name not in {"keep", "select", "what"} | own.keys():
         ways += [functools.partial(way, x) for way in (lens.run_with_hooks, lens.run_with_cache)]
     for way in ways:
-        with pytest.raises(fh.HookTypeError, match=rf"not name {name}= and may ignore it"):
+        with pytest.raises(fh.HookTypeError, match=rf"not declare {name}= and may ignore it"):
             way(**{name: None})
     assert "kwargs" not in vars(model)
 

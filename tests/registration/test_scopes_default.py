@@ -188,7 +188,7 @@ def test_metrics_made_in_a_scope_count_every_call(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("scope", [1, "outermost", True, fh.scope, ..., None])
 def test_other_values_of_scope_are_refused(model: nn.Sequential, scope: Any) -> None:
     with pytest.raises(
-        fh.HookTypeError, match=r"scope is 'innermost', 'global' or what scope\(\) returned"
+        fh.HookTypeError, match=r"scope must be 'innermost', 'global' or the result of scope\(\)"
     ):
         fh.register(model, "0", add(1), scope=scope)
     assert type(model[0]) is nn.Identity

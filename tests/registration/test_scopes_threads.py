@@ -143,7 +143,7 @@ def test_wrap_refuses_generators_and_non_callables() -> None:
         yield 1
 
     s = fh.scope()
-    with pytest.raises(fh.HookTypeError, match="wrap takes a callable, got int"):
+    with pytest.raises(fh.HookTypeError, match="wrap needs a callable, got int"):
         s.wrap(3)  # type: ignore[arg-type]
     for function in (generate, generate_async):
         with pytest.raises(fh.HookTypeError, match="use activate"):

@@ -113,7 +113,7 @@ def test_states_of_requests(model: nn.Module, prepared: fh.typing.Prepared) -> N
 def test_requests_of_several_models(model: nn.Module, prepared: fh.typing.Prepared) -> None:
     other = nn.Linear(WIDTH, WIDTH)
     stranger = fh.Plan(fh.keep("")).prepare(other).open()
-    with pytest.raises(fh.errors.RowsError, match="of one model"):
+    with pytest.raises(fh.errors.RowsError, match="for one model"):
         fh.batch({prepared.open(): 0, stranger: 1})
     part = fh.Plan(fh.keep("")).prepare(model[0]).open()
     with fh.batch({prepared.open(): 0, part: 1}):
@@ -214,7 +214,7 @@ def test_a_deadline_that_nothing_would_look_at_is_refused(model: nn.Module) -> N
 
 def test_lengths_of_prompts_without_positions_are_refused(model: nn.Module) -> None:
     request = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open()
-    with pytest.raises(fh.HookTypeError, match="lengths is for positions"):
+    with pytest.raises(fh.HookTypeError, match="lengths= only works with positions"):
         fh.batch({request: 0}, lengths={request: 1})
 
 

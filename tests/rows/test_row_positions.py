@@ -101,7 +101,7 @@ def test_at(model: nn.Sequential, at: object, chosen: list[int], python: bool, l
 def test_the_length_of_a_prompt_is_remembered_or_refused(model: nn.Sequential) -> None:
     request = fh.Plan(fh.on("1", fh.Zero(), at="generated")).prepare(model).open()
     batch = fh.batch({request: 0}, positions=torch.tensor([0]))
-    with pytest.raises(fh.errors.RowsError, match="give lengths"), batch:
+    with pytest.raises(fh.errors.RowsError, match="pass lengths"), batch:
         pass
     for position, zero in ((1, False), (2, True)):
         lengths = {request: 2} if position == 1 else None
@@ -346,7 +346,7 @@ def test_lengths_that_are_missing_are_refused_at_the_door(
         shapes = [(1,)] if sites else [(1,), (1, 1)]
         for shape in shapes:
             batch = fh.batch({request: 0}, positions=torch.zeros(shape, dtype=torch.long))
-            with pytest.raises(fh.errors.RowsError, match="give lengths") as refused, batch:
+            with pytest.raises(fh.errors.RowsError, match="pass lengths") as refused, batch:
                 pass
             assert refused.value.member is request
             assert not request.failed

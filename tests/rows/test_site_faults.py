@@ -123,7 +123,7 @@ def test_a_site_in_gathered_is_refused(model: Net) -> None:
             batch = fh.batch({request: slice(0, 2)}, size=ROWS, gathered=gathered)
             if refused:
                 with (
-                    pytest.raises(fh.errors.RowsError, match="a module in gathered has others"),
+                    pytest.raises(fh.errors.RowsError, match="a module in gathered has other rows"),
                     batch,
                 ):
                     pass
@@ -136,7 +136,7 @@ def test_a_site_in_gathered_is_refused(model: Net) -> None:
 @pytest.mark.usefixtures("sites")
 def test_a_batch_without_a_size_is_refused(model: Net) -> None:
     request = opened(model, fh.keep("head"))
-    with pytest.raises(fh.errors.RowsError, match="give it size"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="pass size"), fh.batch({request: 0}):
         pass
     with fh.batch({request: 0}, positions=torch.arange(ROWS)):
         model(numbered())
@@ -168,11 +168,11 @@ def test_positions_that_are_not_known_are_refused(model: Net) -> None:
     plan = fh.Plan(fh.keep("first", at=-1)).prepare(model)
     request, other = plan.open(), opened(model, fh.keep("first"))
     batch = fh.batch({other: 0, request: 1}, size=ROWS)
-    with pytest.raises(fh.errors.RowsError, match="give it positions") as refused, batch:
+    with pytest.raises(fh.errors.RowsError, match="pass positions to the batch") as refused, batch:
         pass
     assert refused.value.member is request
     batch = fh.batch({other: 0, request: 1}, positions=torch.arange(ROWS))
-    with pytest.raises(fh.errors.RowsError, match="give lengths") as refused, batch:
+    with pytest.raises(fh.errors.RowsError, match="pass lengths") as refused, batch:
         pass
     batch = fh.batch({other: 0}, positions=torch.zeros(ROWS, 2, dtype=torch.long))
     with pytest.raises(fh.errors.RowsError, match=r"shape \(rows,\)"), batch:
@@ -191,7 +191,7 @@ def test_sites_are_those_that_are_open_as_the_batch_is_entered(model: Net) -> No
     made = fh.batch({request: 0}, size=ROWS)
     with (
         fh.rows.sites(model, "second", max_requests=1, max_rows=8, width=WIDTH),
-        pytest.raises(fh.errors.RowsError, match="no site"),
+        pytest.raises(fh.errors.RowsError, match="not a site"),
         made,
     ):
         pass
@@ -514,7 +514,7 @@ def test_sites_stay_open_without_their_handle_and_go_with_their_model() -> None:
     fh.rows.sites(model, "*", max_requests=2, max_rows=8, width=WIDTH)
     gc.collect()
     request = opened(model, adding("first"))
-    with pytest.raises(fh.errors.RowsError, match="give it size"), fh.batch({request: 0}):
+    with pytest.raises(fh.errors.RowsError, match="pass size"), fh.batch({request: 0}):
         pass
     with fh.batch({request: 0}, size=ROWS):
         assert model(numbered())[:, 0].tolist() == [101, 2, 3, 4, 5, 6]

@@ -222,9 +222,9 @@ def test_a_compiled_model_serves_all_kinds_without_another_trace() -> None:
         ([fh.on("0", fh.Ablate(torch.ones(WIDTH))), fh.on("0", fh.Scale(2.0))], "in this order"),
         ([fh.on("0", fh.Scale(2.0)), fh.on("0", fh.Scale(3.0))], "in this order"),
         ([fh.on("0", fh.Scale(2.0)), fh.on("0", fh.Add(torch.ones(WIDTH)))], "in this order"),
-        ([fh.on("0", fh.Zero())], "lay them with kinds= of Zero too"),
-        ([fh.on("0", fh.Ablate(torch.ones(1)))], "not of the sites' width"),
-        ([fh.keep("0"), fh.on("0", fh.Scale(2.0))], "sites keep last"),
+        ([fh.on("0", fh.Zero())], "add Zero to their kinds="),
+        ([fh.on("0", fh.Ablate(torch.ones(1)))], "not have the sites' width"),
+        ([fh.keep("0"), fh.on("0", fh.Scale(2.0))], "sites keep after all changes"),
     ],
 )
 def test_what_sites_cannot_do_is_refused(entries: list[Any], words: str) -> None:
@@ -238,10 +238,10 @@ def test_what_sites_cannot_do_is_refused(entries: list[Any], words: str) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kinds": (fh.Add,)}, "beside Add, each once"),
-        ({"kinds": (fh.Zero, fh.Zero)}, "beside Add, each once"),
-        ({"kinds": (fh.Zero(),)}, "beside Add, each once"),
-        ({"kinds": ("Zero",)}, "beside Add, each once"),
+        ({"kinds": (fh.Add,)}, "other than Add, each once"),
+        ({"kinds": (fh.Zero, fh.Zero)}, "other than Add, each once"),
+        ({"kinds": (fh.Zero(),)}, "other than Add, each once"),
+        ({"kinds": ("Zero",)}, "other than Add, each once"),
         ({"kinds": (Shaped,)}, "takes a vector of any shape"),
     ],
 )
@@ -256,7 +256,7 @@ def test_gradients_go_through_add_only() -> None:
     x = torch.randn(2, WIDTH, requires_grad=True)
     with (
         fh.rows.sites(model, SITES, max_requests=2, max_rows=8, kinds=(fh.Scale,)),
-        pytest.raises(fh.HookError, match="have no gradients"),
+        pytest.raises(fh.HookError, match="do not support gradients"),
     ):
         model(x).sum().backward()
 

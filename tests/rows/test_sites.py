@@ -215,7 +215,7 @@ def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
     both = [(slice(0, 2), vectors)]
     assert torch.allclose(out, by_hand(model, x, both)[-1], atol=1e-6)
     assert steered.error is None
-    assert "not of (rows, width)" in str(kept.error)
+    assert "must have shape (rows, width)" in str(kept.error)
 
 
 def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
@@ -227,7 +227,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         (fh.Plan(fh.on("layers.0", fh.Add(v.clone().requires_grad_()))), "not trained"),
         (fh.Plan(fh.on("layers.0", fh.Add(torch.ones(1)))), "width"),
         (fh.Plan(fh.on("layers.0", fh.Add(v), phase="forward_pre")), "cannot be served"),
-        (fh.Plan(fh.keep("layers.0.linear")), "no site"),
+        (fh.Plan(fh.keep("layers.0.linear")), "not a site"),
         (
             fh.Plan(fh.keep("layers.*"), fh.on("layers.0", fh.Add(torch.ones(WIDTH)))),
             "keeps 'layers.0' before it changes it",
@@ -267,7 +267,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
                 sites.close()
         with pytest.raises(fh.HookError, match="close them first"):
             fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)
-    with pytest.raises(fh.HookTypeError, match="give width"):
+    with pytest.raises(fh.HookTypeError, match="pass width"):
         fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1)
     with fh.batch({fine: 0}):  # sites are closed: it may have hooks again
         x = torch.randn(2, WIDTH)

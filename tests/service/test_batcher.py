@@ -326,13 +326,13 @@ def test_forwards_record_no_gradients() -> None:
     [
         ({"model": 3}, fh.HookTypeError, "model is callable, got int"),
         ({"split": None}, fh.HookTypeError, "split is callable, got NoneType"),
-        ({"max_requests": 0}, ValueError, "max_requests is at least 1, got 0"),
-        ({"max_tokens": 2.5}, fh.HookTypeError, "max_tokens is an int, got float"),
+        ({"max_requests": 0}, ValueError, "max_requests must be at least 1, got 0"),
+        ({"max_tokens": 2.5}, fh.HookTypeError, "max_tokens must be an int, got float"),
         ({"max_wait": -1}, ValueError, "max_wait is at least 0 seconds, got -1"),
         ({"max_wait": float("nan")}, ValueError, "max_wait is at least 0 seconds, got nan"),
         ({"max_wait": "1"}, fh.HookTypeError, "max_wait is a number of seconds, got str"),
         ({"max_wait": True}, fh.HookTypeError, "max_wait is a number of seconds, got bool"),
-        ({"workers": 0}, ValueError, "workers is at least 1, got 0"),
+        ({"workers": 0}, ValueError, "workers must be at least 1, got 0"),
     ],
     ids=str,
 )

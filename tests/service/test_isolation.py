@@ -99,9 +99,9 @@ def test_a_failing_request_ends_the_check() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         check(Service(), [])
-    with pytest.raises(ValueError, match="rounds is at least 1, got 0"):
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         check(Service(), rounds=0)
-    with pytest.raises(fh.HookTypeError, match="rounds is an int"):
+    with pytest.raises(fh.HookTypeError, match="rounds must be an int"):
         check(Service(), rounds=1.5)
 
 

@@ -158,7 +158,7 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ),
         ({"plan": fh.Plan(*[ADD] * 17)}, "a list of at most max_entries=16, got 17"),
         ({"plan": fh.Plan(fh.keep(["*"] * 64))}, "more than max_selectors=64"),
-        ({"plan": fh.Plan(fh.keep(re.compile(".")))}, "a regex may take for ever"),
+        ({"plan": fh.Plan(fh.keep(re.compile(".")))}, "a regex may run forever"),
         ({"plan": fh.Plan(ADD, fh.keep(device="meta"))}, "entries[1]: leave out device"),
         (
             {"plan": fh.Plan(fh.on("encoder.layer.7", fh.Zero()))},
@@ -216,7 +216,7 @@ def test_bad_requests_are_refused_with_the_reason(
             json.dumps({"texts": ["x"], **as_json({"plan": fh.Plan(fh.on("", fh.Scale(7)))})})
             .replace("7.0", "NaN")
             .encode(),
-            "entries[0].hook.factor: a string, a bool or a finite number of 64 bits is expected",
+            "entries[0].hook.factor: expected a string, a bool or a finite 64-bit number",
         ),
     ],
 )

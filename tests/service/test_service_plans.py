@@ -85,7 +85,10 @@ def test_a_body_brings_a_plan(model: nn.Sequential) -> None:
             assert answer.status_code == 422
             (error,) = answer.json()["detail"]
             assert error["loc"] == where
-            assert "entries[0].hook: an object with a type of Add, Scale," in error["msg"]
+            assert (
+                "entries[0].hook: expected an object whose type is one of Add, Scale,"
+                in error["msg"]
+            )
         answer = client.post("/field", json={"x": 3, "plan": [1]})
         assert answer.status_code == 422
         assert "a plan is an object, got list" in answer.text
@@ -210,7 +213,7 @@ def test_a_plan_that_does_not_fit_leaves_nothing_behind(model: nn.Sequential) ->
         plans.open(fh.Plan(fh.keep("nowhere"))),
     ):
         pass
-    with pytest.raises(fh.HookTypeError, match="open takes a Plan, got str"), plans.open("plan"):  # type: ignore[arg-type]
+    with pytest.raises(fh.HookTypeError, match="open needs a Plan, got str"), plans.open("plan"):  # type: ignore[arg-type]
         pass
     with pytest.raises(ZeroDivisionError), plans.open(adding(1)):
         raise ZeroDivisionError

@@ -235,7 +235,7 @@ def test_reordered_rows_with_other_padding_need_a_mask(model: Any) -> None:
             model(ids, attention_mask=mask, past_key_values=cache)
             cache.reorder_cache(order)
             if given is None:
-                with pytest.raises(fh.HookError, match="Give an attention_mask"):
+                with pytest.raises(fh.HookError, match="Pass an attention_mask"):
                     model(new, past_key_values=cache)
             else:
                 model(new, attention_mask=given, past_key_values=cache)
@@ -258,7 +258,7 @@ def test_reordered_states_of_a_state_space_model_need_a_mask() -> None:
             assert request.acts.positions(name) == [3, 5]
             if reorders:
                 cache.reorder_cache(torch.tensor([1, 0]))
-                with pytest.raises(fh.HookError, match="Give an attention_mask"):
+                with pytest.raises(fh.HookError, match="Pass an attention_mask"):
                     mamba(new, cache=cache)
             else:
                 mamba(new, cache=cache)
@@ -465,7 +465,7 @@ def test_a_model_that_a_logits_processor_calls_is_not_what_generates(model: Any)
 @quiet
 def test_attention_masks_that_tell_nothing_are_refused(model: Any) -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    with pytest.raises(fh.HookError, match="attention_mask do not tell"):
+    with pytest.raises(fh.HookError, match="attention_mask do not show"):
         kept(model, 2, lambda: model(prompt(4), attention_mask=mask))
     places = torch.arange(4)[None]
     _, calls = kept(model, 2, lambda: model(prompt(4), attention_mask=mask, position_ids=places))
@@ -575,7 +575,7 @@ def test_a_copy_of_states_that_no_call_returned_is_refused(rwkv: Any) -> None:
         state = rwkv(prompt(5), use_cache=True).state
         rwkv(prompt(1), state=state, use_cache=True)
         assert request.acts.positions(name) == [5]
-        with pytest.raises(fh.HookError, match=r"state.* do not tell how many tokens came before"):
+        with pytest.raises(fh.HookError, match=r"state.* do not show how many tokens came before"):
             rwkv(prompt(1), state=copy.deepcopy(state))
 
 

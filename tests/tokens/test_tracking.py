@@ -75,7 +75,7 @@ def test_positions_count_from_each_rows_own_first_token(model: Any, ids: Tensor)
     assert generated[LAYER].shape == (2 * 3, WIDTH)  # the last token never runs
     assert generated.positions(LAYER) == [3, 4, 5, 5, 6, 7]
     assert first.positions(LAYER) == [0, 0]
-    with pytest.raises(fh.HookError, match="capture at="):
+    with pytest.raises(fh.HookError, match="capture with at="):
         whole.positions(LAYER)
     with pytest.raises(fh.SelectionError, match="is not among the captured modules"):
         first.positions("lm_head")
@@ -275,7 +275,7 @@ def test_a_batch_with_positions_refuses_them(model: Any, ids: Tensor) -> None:
         with (
             fh.register(model, LAYER, fh.Zero(), at=0),
             batch,
-            pytest.raises(fh.HookError, match="stands in the plan of each request"),
+            pytest.raises(fh.HookError, match="pass at= in the plan of each request"),
         ):
             model(ids)
 
@@ -283,13 +283,17 @@ def test_a_batch_with_positions_refuses_them(model: Any, ids: Tensor) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"at": "everywhere"}, ValueError, "at is one of"),
-        ({"at": True}, fh.HookTypeError, "at is a name"),
+        ({"at": "everywhere"}, ValueError, "at must be one of"),
+        ({"at": True}, fh.HookTypeError, "at must be a name"),
         ({"at": slice(0, 4, 0)}, ValueError, "step"),
-        ({"at": 0, "hook": fh.ForwardHook(print)}, fh.HookTypeError, "at takes an intervention"),
-        ({"at": 0, "with_kwargs": True}, fh.HookTypeError, "at takes an intervention"),
-        ({"at": 0, "always_call": True}, fh.HookTypeError, "at takes an intervention"),
-        ({"at": 0, "phase": "backward"}, fh.HookTypeError, "at takes an intervention"),
+        (
+            {"at": 0, "hook": fh.ForwardHook(print)},
+            fh.HookTypeError,
+            "at= only works with an intervention",
+        ),
+        ({"at": 0, "with_kwargs": True}, fh.HookTypeError, "at= only works with an intervention"),
+        ({"at": 0, "always_call": True}, fh.HookTypeError, "at= only works with an intervention"),
+        ({"at": 0, "phase": "backward"}, fh.HookTypeError, "at= only works with an intervention"),
     ],
 )
 def test_what_cannot_act_at_positions_is_refused(
@@ -304,7 +308,7 @@ def test_what_cannot_act_at_positions_is_refused(
 def test_captures_refuse_positions_with_gradients_and_where_no_tokens_run(model: Any) -> None:
     with pytest.raises(fh.HookTypeError, match="without at="):
         fh.capture(model, LAYER, at=0, grads=True)
-    with pytest.raises(ValueError, match="at is one of"):
+    with pytest.raises(ValueError, match="at must be one of"):
         fh.capture(model, LAYER, at="everywhere")  # type: ignore[call-overload]
     images = nn.Sequential(nn.Linear(2, 2))
     for open_ in (

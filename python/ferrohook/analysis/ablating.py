@@ -72,10 +72,10 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         >>> effects.largest(3)
     """
     if by not in {"zero", "mean"}:
-        msg = f"by is 'zero' or 'mean', got {by!r}"
+        msg = f"by must be 'zero' or 'mean', got {by!r}"
         raise ValueError(msg)
     if reference is not None and by != "mean":
-        msg = "reference is for by='mean'"
+        msg = "reference= only works with by='mean'"
         raise HookTypeError(msg)
     dimensions = dimensions_of(over, tokens=tokens, heads=heads)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)

@@ -44,7 +44,7 @@ class ModelCall(NamedTuple):
         rows = next((len(it) for it in tensors_in((args, kwargs)) if it.dim()), 0)
         if not rows:
             msg = (
-                f"{name} has a tensor with a row for each text, such as token ids of the shape "
+                f"{name} must contain a tensor with one row per text, such as token ids of shape "
                 f"(batch, positions), got {type(inputs).__name__}{tokenize_hint(args, kwargs)}"
             )
             raise HookTypeError(msg)
@@ -113,9 +113,9 @@ def variants(output: Any, plain: Any, times: int) -> Iterator[Any]:
             not one.dim() or many.shape != (times * len(one), *one.shape[1:])
         ):
             msg = (
-                f"output{part} has the shape {tuple(one.shape)}, and {tuple(many.shape)} for "
-                f"inputs repeated {times} times: it has no row for each text. Pass batch_size=1, "
-                "for a forward for each variant"
+                f"output{part} has shape {tuple(one.shape)}, but {tuple(many.shape)} for inputs "
+                f"repeated {times} times: it does not have one row per text. Pass batch_size=1 to "
+                "run one forward per variant"
             )
             raise HookError(msg)
     for number in range(times):
@@ -138,9 +138,9 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
             continue
         if (distance := relative_distance(one, other)) > tolerance(other):
             msg = (
-                f"the same input gave {model._get_name()} another output in a larger batch, apart "
-                f"by {distance:.2g} of its norm: its rows depend on each other, or its calls are "
-                "random. Call model.eval(), or pass batch_size=1"
+                f"{model._get_name()} returned a different output for the same input in a larger "
+                f"batch (difference: {distance:.2g} of its norm): its rows depend on each other, "
+                "or its calls are random. Call model.eval(), or pass batch_size=1"
             )
             raise HookError(msg)
 
@@ -175,10 +175,10 @@ def score(metric: Callable[[Any], Any], output: Any) -> Tensor:
         or found.is_complex()
         or not (found.numel() == 1 or (found.dim() and found.numel() == len(found) in rows))
     ):
-        shape = f" of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         msg = (
-            "a metric maps the model's output to a number, or a tensor with one for each row, got "
-            f"{type(value).__name__}{shape}"
+            "a metric must map the model's output to a number, or to a tensor with one number per "
+            f"row, got {type(value).__name__}{shape}"
         )
         raise HookTypeError(msg)
     return found.double().mean()

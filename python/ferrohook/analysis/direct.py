@@ -139,8 +139,9 @@ def _attributed(
             added = part.expand_as(stream)  # embeddings of positions have one row
         except RuntimeError:
             msg = (
-                f"{name!r} has the shape {tuple(part.shape)} and the stream "
-                f"{tuple(stream.shape)}: attribution takes what is added to the stream"
+                f"{name!r} has shape {tuple(part.shape)}, but the stream has shape "
+                f"{tuple(stream.shape)}: attribution only works on tensors that are added to the "
+                "stream"
             )
             raise HookTypeError(msg) from None
         return factors[name] * (linear(added) * gradient.double()).sum((0, -1))
@@ -172,8 +173,9 @@ def _factors(targets: Targets) -> dict[str, float]:
     for name, place in targets.places.items():
         if place.stream_factor is None:
             msg = (
-                f"{name!r} is no term of the stream behind the last block, or passes a norm on the "
-                "way there: attribution takes what is added to that stream"
+                f"{name!r} is not a term of the stream after the last block, or passes through a "
+                "norm on the way there: attribution only works on tensors that are added to that "
+                "stream"
             )
             raise HookTypeError(msg)
         factors[name] = place.stream_factor
@@ -183,7 +185,7 @@ def _factors(targets: Targets) -> dict[str, float]:
 def _path(norm: Targets, name: str) -> str:
     """Returns the path of the module whose output a norm is."""
     if len(norm.places) != 1:
-        msg = f"norm takes one module, {name!r} matches {len(norm.places)}"
+        msg = f"norm must select one module, {name!r} matches {len(norm.places)}"
         raise SelectionError(msg)
     (place,) = norm.places.values()
     return place.path
@@ -204,7 +206,7 @@ def _projections(
     added = [_Z.sub(r"\1attn_out.", name) for name in taken.names]
     if added == taken.names or len({*added}) < len(added):
         got = taken.names[0]
-        msg = f"over='head' takes '@z.*' or the projections behind attentions, got {got!r}"
+        msg = f"over='head' needs '@z.*' or the projections after the attentions, got {got!r}"
         raise HookTypeError(msg)
     return taken, Targets(model, added)
 
@@ -308,7 +310,7 @@ def _by_head(
     for name, whole in outputs.items():
         if relative_distance(sums[name], whole.double()) > tolerance(whole):
             msg = (
-                f"{name!r} is not linear in its heads: take the projection behind the attention, "
-                "in a model without a norm behind it"
+                f"{name!r} is not linear in its heads: use the projection after the attention, in "
+                "a model without a norm after it"
             )
             raise HookError(msg)

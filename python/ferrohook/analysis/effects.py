@@ -27,7 +27,7 @@ def check_tokens(tokens: Sequence[str] | None, positions: int) -> None:
         HookTypeError: there are more or fewer than positions.
     """
     if tokens is not None and len(tokens) != positions:
-        msg = f"tokens has a label for each position: {positions}, got {len(tokens)}"
+        msg = f"tokens must have one label per position: expected {positions}, got {len(tokens)}"
         raise HookTypeError(msg)
 
 
@@ -38,7 +38,7 @@ def check_labelled(tokens: Sequence[str] | None, over: Sequence[str]) -> None:
         HookTypeError: they are not.
     """
     if tokens is not None and "position" not in over:
-        msg = f"tokens are labels of positions, and over={over!r} has none"
+        msg = f"tokens= labels positions, but over={over!r} has none"
         raise HookTypeError(msg)
 
 

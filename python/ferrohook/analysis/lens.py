@@ -129,7 +129,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         >>> lens.plot()
     """
     decoding: Any = getattr(decode, "decode", decode)
-    expect_callable(decoding, "decode is a tokenizer or a function of a token id")
+    expect_callable(decoding, "decode must be a tokenizer or a function of a token id")
     targets = Targets(model, what, output_index=output_index)
     call = ModelCall.of(batch)
     found, output = targets.read(call, cloned)
@@ -166,7 +166,7 @@ def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, state in states.items():
         if state.shape != expected.shape or state.dim() != 3:  # noqa: PLR2004 (the dimensions)
             msg = (
-                "hidden states have one shape, (batch, positions, width), got "
+                "hidden states must have one shape, (batch, positions, width), got "
                 f"{tuple(state.shape)} of {name!r} and {tuple(expected.shape)} of {last!r}"
             )
             raise HookTypeError(msg)
@@ -205,8 +205,8 @@ def _check_last(targets: Targets, call: ModelCall, last: str, state: Tensor, out
     others, expected = logits[:, 1:], _logits(output)[:, 1:]
     if relative_distance(others, expected) > tolerance(expected):
         msg = (
-            f"{last!r} is not the last layer: what follows it mixes positions. Select all layers, "
-            "or pass to_logits"
+            f"{last!r} is not the last layer: the model mixes positions after it. Select all "
+            "layers, or pass to_logits"
         )
         raise HookError(msg)
 
@@ -218,6 +218,6 @@ def _logits(output: Any) -> Tensor:
     elif not isinstance(output, Tensor):
         found = getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        msg = f"a logit lens takes a model that returns logits, got {type(output).__name__}"
+        msg = f"a logit lens needs a model that returns logits, got {type(output).__name__}"
         raise HookTypeError(msg)
     return found

@@ -149,7 +149,9 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = ModelCall.of(clean, "clean"), ModelCall.of(corrupted, "corrupted")
     if source.rows != target.rows:
-        msg = f"there are {source.rows} clean texts and {target.rows} corrupted ones"
+        msg = (
+            f"clean and corrupted must have equally many texts, got {source.rows} and {target.rows}"
+        )
         raise HookTypeError(msg)
     pairs = [*zip(source.batches(batch_size), target.batches(batch_size), strict=True)]
     cells: list[Cell] = []
@@ -184,11 +186,11 @@ def dimensions_of(
     """
     named = (over,) if isinstance(over, str) else tuple(over)
     if unknown := {*named} - {"position", "head"}:
-        msg = f"over is 'position', 'head', both or (), got {min(unknown, key=str)!r}"
+        msg = f"over must be 'position', 'head', both or (), got {min(unknown, key=str)!r}"
         raise HookTypeError(msg)
     check_labelled(tokens, named)
     if heads is not None and "head" not in named:
-        msg = f"heads is for an analysis over heads, and this one has over={over!r}"
+        msg = f"heads= only works when over= includes 'head', got over={over!r}"
         raise HookTypeError(msg)
     return tuple(each for each in ("position", "head") if each in named)
 
@@ -214,8 +216,8 @@ def as_effects(
         one, other = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
         if sizes[one] != sizes[other]:
             msg = (
-                f"{one!r} and {other!r} have {sizes[one]} and {sizes[other]} {dimension}s: "
-                "analyse them one after the other"
+                f"{one!r} and {other!r} have {sizes[one]} and {sizes[other]} {dimension}s: analyse "
+                "them separately"
             )
             raise HookTypeError(msg)
         shape.append(sizes[one])
@@ -226,8 +228,8 @@ def _check_shapes(clean: dict[str, Tensor], corrupted: dict[str, torch.Size]) ->
     for name, shape in corrupted.items():
         if clean[name].shape != shape:
             msg = (
-                f"{name!r} has the shape {tuple(clean[name].shape)} on the clean input and "
-                f"{tuple(shape)} on the corrupted one: take texts of equally many tokens"
+                f"{name!r} has shape {tuple(clean[name].shape)} on the clean input and "
+                f"{tuple(shape)} on the corrupted one: use texts with the same number of tokens"
             )
             raise HookTypeError(msg)
 
@@ -237,7 +239,7 @@ def _ends(clean: Tensor, corrupted: Tensor) -> dict[str, float]:
     if not abs(ends["clean"] - ends["corrupted"]) > 0:
         msg = (
             f"the metric is {ends['clean']} on the clean input and {ends['corrupted']} on the "
-            "corrupted one: there is no difference to find"
+            "corrupted one: there is no difference to analyse"
         )
         raise HookError(msg)
     return ends

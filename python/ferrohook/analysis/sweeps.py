@@ -84,9 +84,9 @@ def _changes(
             source = targets.view(name, sources[name])
             if len(tensor) != len(chunk) * len(source):
                 msg = (
-                    f"{name!r} has {len(source)} rows, and {len(tensor)} for inputs repeated "
-                    f"{len(chunk)} times: it has no row for each text. Pass batch_size=1, for a "
-                    "forward for each variant"
+                    f"{name!r} has {len(source)} rows, but {len(tensor)} for inputs repeated "
+                    f"{len(chunk)} times: it does not have one row per text. Pass batch_size=1 to "
+                    "run one forward per variant"
                 )
                 raise HookError(msg)
             for number, cell in own:

@@ -76,7 +76,7 @@ class Targets:
         output_index: OutputIndex = None,
         heads: int | None = None,
     ) -> None:
-        expect_module(model, "an analysis takes")
+        expect_module(model, "an analysis needs")
         self.model = model
         self.places = places_of(model, what, inputs=inputs, output_index=output_index)
         """Places by name."""
@@ -109,7 +109,7 @@ class Targets:
             found = next(tensors_in(value), None) if part is None else part_of(value, part)
             if not isinstance(found, Tensor):
                 of = "" if part is None else f"output_index {part!r} of "
-                msg = f"{of}a {type(value).__name__} is no tensor and has none"
+                msg = f"{of}a {type(value).__name__} is not a tensor and contains none"
                 raise HookTypeError(msg)
             new = change(found)
             if new is None:
@@ -160,8 +160,8 @@ class Targets:
             value = score(metric, output)
             if not value.requires_grad:
                 msg = (
-                    "the metric has no gradient: it computes with the tensors of the output, and "
-                    "does not detach them or take numbers out of them"
+                    "the metric has no gradient: compute it from the output's tensors, without "
+                    "detaching them or converting them to numbers"
                 )
                 raise HookError(msg)
             given = torch.autograd.grad(value, [*found.values()], allow_unused=True)
@@ -184,8 +184,8 @@ class Targets:
             def hook(tensor: Tensor) -> Tensor | None:
                 if name in found:
                     msg = (
-                        f"{name!r} runs more than once in a call of the model: an analysis takes "
-                        "modules that run once"
+                        f"{name!r} runs more than once in a call of the model: an analysis only "
+                        "works on modules that run once"
                     )
                     raise HookError(msg)
                 found[name], passed = take(name, tensor)
@@ -204,7 +204,7 @@ class Targets:
         if self.heads is None or self._axes[name].head is not None:
             return tensor
         if tensor.shape[-1] % self.heads:
-            msg = f"{self.heads} heads do not divide a width of {tensor.shape[-1]}"
+            msg = f"a width of {tensor.shape[-1]} cannot be divided into {self.heads} heads"
             raise HookTypeError(msg)
         by_head: Tensor = tensor.unflatten(-1, (self.heads, -1))
         return by_head
@@ -221,18 +221,21 @@ class Targets:
         if "position" in over:
             if axes.position is None or len(shape) <= axes.position + 1:
                 msg = (
-                    f"{name!r} has the shape {tuple(shape)}, without positions: "
-                    "over='position' takes tensors of the shape (batch, positions, ...)"
+                    f"{name!r} has shape {tuple(shape)}, without positions: over='position' needs "
+                    "tensors of shape (batch, positions, ...)"
                 )
                 raise HookTypeError(msg)
             positions = range(shape[axes.position])
         if "head" in over:
             count = self.heads if axes.head is None else shape[axes.head]
             if self.heads not in {None, count}:
-                msg = f"{name!r} has {count} heads of its own, got heads={self.heads}"
+                msg = f"{name!r} has {count} heads, got heads={self.heads}"
                 raise HookTypeError(msg)
             if count is None:
-                msg = "over='head' needs the number of heads in the last dimension: heads=12"
+                msg = (
+                    "over='head' needs the number of heads in the last dimension: pass it, such as "
+                    "heads=12"
+                )
                 raise HookTypeError(msg)
             heads = range(count)
         return [Cell(name, position, head) for position in positions for head in heads]
@@ -259,9 +262,9 @@ class Targets:
             return tensor.mean((0, position), keepdim=True)
         if mask.shape != (len(tensor), tensor.shape[position]):
             msg = (
-                f"{name!r} has the shape {tuple(tensor.shape)}, the attention_mask "
+                f"{name!r} has shape {tuple(tensor.shape)}, but the attention_mask has shape "
                 f"{tuple(mask.shape)}: it does not show which positions are padding, which a mean "
-                "leaves out. Pass a reference without padding"
+                "must leave out. Pass a reference without padding"
             )
             raise HookTypeError(msg)
         tokens = tensor.transpose(1, position)[mask.to(tensor.device)]

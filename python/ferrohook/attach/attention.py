@@ -85,7 +85,10 @@ class AttentionPoint(nn.Module):
         return f"AttentionPoint({self.name})"
 
     def __reduce__(self) -> Any:
-        msg = "a point belongs to one attention module: copy or save the model"
+        msg = (
+            "a point belongs to one attention module and cannot be copied or saved by itself: copy "
+            "or save the model"
+        )
         raise HookTypeError(msg)
 
 
@@ -220,8 +223,9 @@ def _interface() -> Any:
     interface = getattr(library, "AttentionInterface", None)
     if not hasattr(interface, "get_interface"):
         msg = (
-            "q, k, v, z and pattern are read where transformers calls its attention functions: "
-            "this process has not loaded it, or a release without AttentionInterface.get_interface"
+            "q, k, v, z and pattern are read where transformers calls its attention functions, but "
+            "this process has not loaded transformers, or has a release without "
+            "AttentionInterface.get_interface"
         )
         raise HookError(msg)
     return interface
@@ -324,12 +328,14 @@ def _passed(point: AttentionPoint, tensor: Tensor) -> Tensor:
     passed: Any = point(tensor)
     if passed is not tensor:
         if not isinstance(passed, Tensor):
-            msg = f"{point.name} is replaced by a tensor, got {type(passed).__name__}"
+            msg = f"{point.name} must be replaced by a tensor, got {type(passed).__name__}"
             raise HookTypeError(msg)
         if passed.shape != tensor.shape:
             got, expected = tuple(passed.shape), tuple(tensor.shape)
             dimensions = ", ".join(DIMENSIONS[point.name])
-            msg = f"{point.name} has the shape {expected} ({dimensions}), a hook returned {got}"
+            msg = (
+                f"{point.name} must keep shape {expected} ({dimensions}), but a hook returned {got}"
+            )
             raise HookTypeError(msg)
     return passed
 
@@ -412,7 +418,7 @@ def pattern_of(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
         HookError: the model's own function returns no weights, or the keys are in a paged cache.
     """
     if "write_index" in kwargs:  # of a paged cache
-        msg = "the pattern has no place in continuous batching: its keys are in pages"
+        msg = "the pattern is not available in continuous batching: its keys are in pages"
         raise HookError(msg)
     added = _added_mask(function, module, query, key, mask, kwargs)
     options = kwargs | ({"dropout": 0.0} if "dropout" in kwargs else {})
@@ -420,7 +426,7 @@ def pattern_of(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
     if weights is None or weights.dim() != _PATTERN_DIMS:
         msg = (
             f"the pattern of {type(module).__name__} cannot be computed: its eager attention "
-            "returns no weights of (batch, heads, queries, keys)"
+            "returns no weights of shape (batch, heads, queries, keys)"
         )
         raise HookError(msg)
     return weights

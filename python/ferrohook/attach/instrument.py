@@ -498,10 +498,13 @@ def instrument(
         raise HookError(msg)
     for name, module in kept.items():
         if plain_class(type(module)) is not type(module):
-            msg = f"{name!r} is instrumented with another class already: restore it first"
+            msg = f"{name!r} is already instrumented with another class: restore it first"
             raise HookError(msg)
         if find_registry(module) is None and module._compiled_call_impl is not None:
-            msg = f"{name!r} was compiled by its compile(), whose place keep_class takes"
+            msg = (
+                f"{name!r} was compiled with its compile() method, which uses the slot that "
+                "keep_class needs"
+            )
             raise HookError(msg)
     instrumentation = Instrumentation()
     try:

@@ -92,7 +92,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             return super().__new__(class_around(cls, module))
 
     def __init__(self, module: M) -> None:
-        expect_module(module, "HookedModule wraps")
+        expect_module(module, "HookedModule needs")
         self._adopt(module, Registry())
 
     def _adopt(self, module: nn.Module, registry: Registry) -> None:
@@ -202,8 +202,8 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             inspect.signature(cls).bind(self.inner)
         except TypeError as error:
             msg = (
-                f"{cls.__qualname__} cannot be unpickled by its __init__, which gets the module "
-                f"only: {error}. Give other arguments a default, or define __reduce_ex__"
+                f"{cls.__qualname__} cannot be unpickled by its __init__, which gets only the "
+                f"module: {error}. Give other arguments a default, or define __reduce_ex__"
             )
             raise pickle.PicklingError(msg) from None
         return _unpickled, (cls, self.inner)

@@ -49,8 +49,8 @@ def _warn_of_lost(hooked: dict[nn.Module, str], left: Iterable[nn.Module], whose
     lost = [f"{name!r} ({each._get_name()})" for each, name in hooked.items() if each not in left]
     if lost:
         msg = (
-            f"quantisation took {', '.join(lost)} out of {whose}, and the hooks there with it: "
-            "register them on what is there now"
+            f"quantisation removed {', '.join(lost)} from {whose}, together with the hooks there: "
+            "register them again on the current modules"
         )
         warnings.warn(msg, ReplacedWarning, stacklevel=4)
 

@@ -111,7 +111,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     )
     taps = (backward_pre or backward) and torch.is_grad_enabled()
     if taps and not _compiles_backward():
-        torch._dynamo.graph_break("backward hooks are traced with compiled autograd alone")
+        torch._dynamo.graph_break("backward hooks are traced only with compiled autograd")
         return call_untraced(native, self, args, kwargs)
     args, kwargs = _forward_pre(self, registry, forward_pre, args, kwargs)
     tap = None
@@ -185,7 +185,7 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
             continue
         if kind == "typed":
             if hook(args[0] if len(args) == 1 else args, output) is not None:
-                msg = "a ForwardHook observes and returns None, it returned a value"
+                msg = "a ForwardHook only observes and must return None, but it returned a value"
                 raise HookTypeError(msg)
             continue
         result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
@@ -275,8 +275,8 @@ def _check_typed_result(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(result, torch.Tensor) and len(args) == 1:
         return (result,)
     msg = (
-        f"a ForwardPreHook returns the call's {len(args)} arguments, "
-        f"it returned {type(result).__name__}"
+        f"a ForwardPreHook must return the call's {len(args)} arguments, got "
+        f"{type(result).__name__}"
     )
     raise HookTypeError(msg)
 
@@ -309,11 +309,13 @@ def trace_as(native: Any, twin: Any) -> None:
 
 never_trace_frame(
     call_untraced,
-    "a module has a hook that no graph has: at positions (at=), with always_call or an on_error, a "
-    "native detector, or a capture of gradients, with the autograd graph or with stop",
+    "a module has a hook that graphs do not support: at positions (at=), with always_call or an "
+    "on_error, a native detector, or a capture of gradients, with the autograd graph or with stop",
 )
-never_trace_frame(record_untraced, "a module's output is captured that has several tensors")
+never_trace_frame(record_untraced, "a captured output of a module has several tensors")
 for _function in UNTRACED:
-    never_trace_frame(_function, "backward hooks around a structure of tensors or keywords alone")
+    never_trace_frame(
+        _function, "backward hooks around a structure of tensors, or around keywords only"
+    )
 trace_as(HookedBase.__call__, traced_call)
 after_dynamo_import(patch_dynamo)

@@ -174,11 +174,11 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         return torch.stack([padded(tensor) for name in names for tensor in tensors_in(self[name])])
 
     def _matching(self, pattern: str | re.Pattern[str], taker: str) -> list[str]:
-        expect(pattern, str | re.Pattern, f"{taker} takes a name, a glob or a compiled regex")
+        expect(pattern, str | re.Pattern, f"{taker} needs a name, a glob or a compiled regex")
         names = select_names(self, pattern)
         if not names:
             captured = ", ".join(map(repr, self)) or "nothing"
-            msg = f"{pattern!r} matches no captured module: {captured}"
+            msg = f"{pattern!r} matches no captured module; captured: {captured}"
             raise SelectionError(msg)
         return names
 
@@ -237,7 +237,10 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         tokens: list[int] | None = None if find is None else find(name)
         if tokens is not None:
             return tokens
-        msg = f"the positions of {name!r} are not known: capture at=, or give positions to a batch"
+        msg = (
+            f"the positions of {name!r} are not known: capture with at=, or pass positions to the "
+            "batch"
+        )
         raise HookError(msg)
 
     def rows(

@@ -55,7 +55,7 @@ STOPPED: Final = _Stopped.STOPPED
 class CaptureSession:
     """Capture of some modules of a model: the tag of its frame."""
 
-    ONCE = "a capture is entered once: call capture() again for another"
+    ONCE = "a capture can be entered only once: call capture() again"
 
     def __init__(
         self, model: nn.Module, places: dict[str, Place], options: CaptureOptions, at: At
@@ -137,18 +137,21 @@ class Capture(Scope, Generic[V_co]):
         """
         acts: ActivationCache[V_co] | None = self._begun
         if acts is None:
-            msg = "this capture was in no batch: `with capture as acts:` gives the activations"
+            msg = (
+                "this capture has not been in a batch: use `with capture as acts:` to get the "
+                "activations"
+            )
             raise HookError(msg)
         return acts
 
     def __getitem__(self, name: object) -> NoReturn:
-        msg = f"`with capture as acts:` gives the activations, then acts[{name!r}]"
+        msg = f"a capture cannot be indexed: use `with capture as acts:`, then acts[{name!r}]"
         raise HookTypeError(msg)
 
     def _no_mapping(self, *_args: object) -> NoReturn:
         msg = (
-            f"{self!r} is no mapping of activations: `with capture as acts:` captures the calls "
-            "inside the block, and gives one"
+            f"{self!r} is not a mapping of activations: use `with capture as acts:`, which "
+            "captures the calls inside the block and yields the mapping"
         )
         raise HookTypeError(msg)
 
@@ -158,7 +161,7 @@ class Capture(Scope, Generic[V_co]):
 
         def __getattr__(self, name: str) -> NoReturn:
             if hasattr(ActivationCache, name):
-                msg = f"{self!r} has no {name}: `with capture as acts:` gives acts.{name}"
+                msg = f"{self!r} has no {name}: use `with capture as acts:`, then acts.{name}"
                 raise AttributeError(msg, name=name, obj=self)
             msg = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(msg, name=name, obj=self)

@@ -27,12 +27,12 @@ def not_captured(name: object, names: Iterable[str], *, why: str = "") -> Select
         got = type(name).__name__
         if not isinstance(name, nn.Module):  # whose repr lists all modules inside
             got += f" {name!r}"
-        msg = f"a module's name is a str, got {got}; captured: {captured or 'nothing'}"
+        msg = f"the name of a module must be a str, got {got}; captured: {captured or 'nothing'}"
     elif captured or why:
         state = f"{why} and is" if why else "is"
         msg = f"{name!r} {state} not among the captured modules: {captured or 'nothing'}"
     else:
-        msg = f"{name!r} was not captured: nothing was, as no capture= and no keep() asked for it"
+        msg = f"{name!r} was not captured: no capture= or keep() selected any module"
     return SelectionError(msg)
 
 
@@ -134,8 +134,9 @@ class Gradients(Mapping[str, Any]):
         text = f"no gradient has reached {name!r}"
         if isinstance(self._values, CapturedView) and not self._values.awaits_gradients(name):
             return (
-                f"{text}: autograd did not record it, as gradients were off (torch.no_grad), "
-                "nothing that it was computed from requires them, or a checkpoint records it later"
+                f"{text}: autograd did not record it. Either gradients were disabled "
+                "(torch.no_grad), nothing it was computed from requires them, or a checkpoint "
+                "records it later"
             )
         if others := list(self):
             return f"{text}: backward ran through {', '.join(map(repr, others))}, but not to it"

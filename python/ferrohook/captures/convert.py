@@ -59,9 +59,9 @@ def check_index(index: Any, *, inside: bool = False) -> None:
     if isinstance(index, slice):
         for bound in (index.start, index.stop, index.step):
             if isinstance(bound, bool) or not (bound is None or hasattr(bound, "__index__")):
-                expect(bound, (), "the bounds of a slice are ints")
+                expect(bound, (), "the bounds of a slice must be ints")
         if index.step is not None and not isinstance(index.step, Tensor) and index.step < 1:
-            msg = f"the step of a slice of a tensor is at least 1, got {index.step}"
+            msg = f"the step of a slice of a tensor must be at least 1, got {index.step}"
             raise ValueError(msg)
     elif isinstance(index, tuple | list):
         for each in index:
@@ -70,4 +70,4 @@ def check_index(index: Any, *, inside: bool = False) -> None:
         # A bool is fine in a mask; by itself it adds a dimension.
         isinstance(index, bool) and not inside
     ):
-        expect(index, (), "slice is an index into a tensor")
+        expect(index, (), "slice must be an index into a tensor")

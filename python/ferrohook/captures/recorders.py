@@ -81,17 +81,17 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     check_at(at)
     if at is not None and grads:
         msg = (
-            "a gradient arrives at whole tensors, and none at the tokens that at= takes out of "
-            "them: capture the gradient without at=, and take its tokens"
+            "grads=True cannot be combined with at=: a gradient reaches the whole tensor, not the "
+            "tokens that at= selects. Capture the gradient without at=, then select its tokens"
         )
         raise HookTypeError(msg)
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():
-        expect(flag, bool, f"{name} is a bool")
+        expect(flag, bool, f"{name} must be a bool")
     check_output_index(output_index, "output_index", object)
     if dtype is not None:
-        expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        expect(dtype, torch.dtype, "dtype must be a torch.dtype")
         _check_converts(dtype)
     check_index(slice)
     copies = HostCopies()
@@ -116,7 +116,7 @@ def _check_converts(dtype: torch.dtype) -> None:
     try:
         torch.empty(1).to(dtype)
     except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
-        msg = f"dtype is one that tensors of floating point convert to, got {dtype}"
+        msg = f"dtype must be one that floating-point tensors can be converted to, got {dtype}"
         raise HookTypeError(msg) from error
 
 
@@ -127,8 +127,8 @@ def _available(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         msg = (
-            f"device={str(device)!r} of a capture is not available: torch sees {', '.join(found)} "
-            "here. An engine takes no device, its captures arrive on the CPU"
+            f"device={str(device)!r} of a capture is not available: torch finds "
+            f"{', '.join(found)}. Engines do not accept a device: their captures arrive on the CPU"
         )
         raise RuntimeError(msg) from error
 
@@ -137,7 +137,7 @@ def _calls_to_keep(calls: Any) -> int | None:
     if isinstance(calls, str):
         if calls in _KEEP_NAMES:
             return _KEEP_NAMES[calls]
-        msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
+        msg = f"calls must be 'last', 'all' or a number of calls, got {calls!r}"
         raise ValueError(msg)
     return at_least(1, "calls", calls, "'last', 'all' or a number of calls")
 
@@ -216,7 +216,9 @@ class Recorders(NamedTuple):
         factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
         heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
         if heads and options.cut:
-            msg = "slice= of a capture and a head, as in @z.3.5, cut one tensor: leave out one"
+            msg = (
+                "slice= and a head, as in @z.3.5, both slice the same tensor: leave one of them out"
+            )
             raise HookTypeError(msg)
         return cls(indices_of, options, collector, in_order, factors, heads)
 

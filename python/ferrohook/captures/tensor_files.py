@@ -156,7 +156,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         HookError: the file is of another kind.
     """
     library = imported("safetensors", "reading")
-    msg = f"{os.fspath(path)} has no activations saved by ferrohook"
+    msg = f"{os.fspath(path)} contains no activations saved by ferrohook"
     try:
         with library.safe_open(path, framework="pt") as file:
             structure = (file.metadata() or {}).get(_KEY)
@@ -178,12 +178,14 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {kind: [_encode(item, tensors, f"{path}/{key}") for key, item in enumerate(value)]}
     inside = value.items() if isinstance(value, Mapping) else parts(value)
     if inside is None:
-        msg = f"{path}: {with_article(value)} cannot be saved, only tensors and plain data"
+        msg = f"{path}: {with_article(value)} cannot be saved; only tensors and plain data can"
         raise HookTypeError(msg)
     encoded = {}
     for key, item in inside:
         if not isinstance(key, str):
-            msg = f"{path or 'the top'}: keys are saved as str, got {type(key).__name__}"
+            msg = (
+                f"{path or 'the top level'}: keys must be str to be saved, got {type(key).__name__}"
+            )
             raise HookTypeError(msg)
         encoded[key] = _encode(item, tensors, f"{path}/{key}")
     return {"dict": encoded}
@@ -200,7 +202,10 @@ def _encode_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> Any
         msg = f"{path}: a tensor of layout {tensor.layout} cannot be saved"
         raise HookTypeError(msg)
     if tensor.dtype not in FORMATS:
-        msg = f"{path}: a tensor of {tensor.dtype} cannot be saved, safetensors has no such type"
+        msg = (
+            f"{path}: a tensor of {tensor.dtype} cannot be saved: safetensors does not support "
+            "this dtype"
+        )
         raise HookTypeError(msg)
     tensors[path] = tensor.detach().resolve_conj().resolve_neg()
     return {"tensor": path}

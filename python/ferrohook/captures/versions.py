@@ -37,7 +37,7 @@ def check_unchanged(value: Any, versions: list[int | None], name: str) -> None:
     """
     if versions_of(value) != versions:
         msg = (
-            f"{name!r} was changed in place after it was captured: capture with "
-            'copy="clone" to keep what it was'
+            f'{name!r} was changed in place after it was captured: capture with copy="clone" to '
+            "keep the original values"
         )
         raise StaleActivationError(msg)

@@ -150,7 +150,9 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     runs = _in_progress.setdefault(store, {})
     try:
         if runs.setdefault(run, token) is not token:
-            msg = f"run {run!r} is being collected by another call: wait for it, or pass another"
+            msg = (
+                f"run {run!r} is being collected by another call: wait for it, or pass another run"
+            )
             raise ResumeError(msg)
         texts = (text for it in sources for text in it.contents())
         made_of = manifest(model, texts, forward, options)
@@ -211,7 +213,7 @@ class _Rows(NamedTuple):
         ids = numbered.of(batch)
         if kept is not None and kept.shape != ids.shape[: kept.dim()]:
             msg = (
-                f"the mask of a batch has the shape {tuple(kept.shape)} and its tokens "
+                f"the mask of a batch has shape {tuple(kept.shape)}, but its tokens have shape "
                 f"{tuple(ids.shape)}"
             )
             raise HookError(msg)
@@ -243,8 +245,8 @@ class _RunContents(NamedTuple):
         before = store.manifest(run)
         if before is not None and (found := differences(before, made_of)):
             msg = (
-                f"run {run!r} was made of something else ({'; '.join(found)}): pass the same, or "
-                "another run"
+                f"run {run!r} does not match this call ({'; '.join(found)}): pass the same model "
+                "and options, or another run"
             )
             raise ResumeError(msg)
         damaged = store.verify(run, progress=progress) if known else []
@@ -258,9 +260,9 @@ class _RunContents(NamedTuple):
         if not numbers:
             return ""
         return (
-            f"run {self.run!r} skips batches {listed(numbers)}, which have no fingerprint (put "
-            "stored them): nothing shows that they are of this model and these batches. To be "
-            "sure, pass another run"
+            f"run {self.run!r} skips batches {listed(numbers)}, which have no fingerprint because "
+            "put() stored them: nothing shows that they come from this model and these batches. To "
+            "be sure, pass another run"
         )
 
     def check(self, number: int, digest: str) -> None:
@@ -271,8 +273,8 @@ class _RunContents(NamedTuple):
         """
         if self.fingerprints.get(number, digest) != digest:
             msg = (
-                f"batch {number} of run {self.run!r} was made of another batch (other data, "
-                "another order or another batch size): pass the same batches, or another run"
+                f"batch {number} of run {self.run!r} was collected from a different batch (other "
+                "data, another order or another batch size): pass the same batches, or another run"
             )
             raise ResumeError(msg)
 
@@ -310,7 +312,7 @@ def _sources(
         selected = selectors if several else what
         sources.append(CapturedOutputs(model, selected, **captured))
     elif chosen:
-        msg = f"{min(chosen)} is an option of selected modules: detectors have their own options"
+        msg = f"{min(chosen)}= only works with selected modules: detectors have their own options"
         raise HookError(msg)
     return sources
 
@@ -332,7 +334,10 @@ def _mask_of(batch: Any, mask: Mask | None) -> Tensor | None:
         return None
     found = by_rule("mask", mask, batch)
     if not isinstance(found, Tensor) or not found.dim():
-        msg = f"the mask of a batch is a tensor of at least one dimension, got {describe(found)}"
+        msg = (
+            "the mask of a batch must be a tensor with at least one dimension, got "
+            f"{describe(found)}"
+        )
         raise HookTypeError(msg)
     return found.detach().to("cpu", torch.bool)
 
@@ -406,27 +411,27 @@ def _length(batches: Iterable[Any]) -> int | None:
 
 
 def _check(model: object, batches: object, store: object, forward: object, mask: object) -> None:
-    expect_module(model, "collect: model is")
-    expect(batches, Iterable, "collect: batches is an iterable of batches")
-    expect(store, Store, "collect: store is a Store")
+    expect_module(model, "collect: model must be")
+    expect(batches, Iterable, "collect: batches must be an iterable of batches")
+    expect(store, Store, "collect: store must be a Store")
     if isinstance(batches, Tensor | Mapping):
         msg = (
-            f"collect: batches is an iterable of batches, got {describe(batches)}: pass [it] for "
-            "one batch"
+            f"collect: batches must be an iterable of batches, got {describe(batches)}: pass "
+            "[batch] for a single batch"
         )
         raise HookTypeError(msg)
     if forward is not None:
-        expect_callable(forward, "collect: forward is a callable or None")
+        expect_callable(forward, "collect: forward must be a callable or None")
     _check_rule("mask", mask)
 
 
 def _check_rule(name: str, rule: object) -> None:
     if not isinstance(rule, str | None):
-        expect_callable(rule, f"collect: {name} is a str, a callable or None")
+        expect_callable(rule, f"collect: {name} must be a str, a callable or None")
 
 
 def _check_plan(model: nn.Module, plan: object) -> None:
-    expect(plan, Plan | Prepared | None, "collect: plan is a Plan, or one prepared")
+    expect(plan, Plan | Prepared | None, "collect: plan must be a Plan or a Prepared")
     if isinstance(plan, Prepared) and plan.model is not model:
         msg = f"the plan was not prepared for this {model._get_name()}"
         raise HookError(msg)

@@ -63,7 +63,7 @@ class ActivationDataset(Dataset[Tensor]):
         name: str = "output",
         verify: bool = False,
     ) -> None:
-        expect(store, Store, "store is a Store")
+        expect(store, Store, "store must be a Store")
         self.layer, self.run, self.name = layer, run, name
         complete = store.completed(run)
         # A copy of a LocalStore only reads, which forked processes may do.
@@ -81,9 +81,9 @@ class ActivationDataset(Dataset[Tensor]):
             empty = rows[:0].clone() if empty is None else empty
             if rows.shape[1] != empty.shape[1] or rows.dtype != empty.dtype:
                 msg = (
-                    f"rows of {name!r} of layer {layer!r} are of {rows.shape[1]} {rows.dtype} in "
-                    f"batch {batch} of run {run!r}, and of {empty.shape[1]} {empty.dtype} before: "
-                    "collect them in separate runs"
+                    f"rows of {name!r} of layer {layer!r} have width {rows.shape[1]} and "
+                    f"{rows.dtype} in batch {batch} of run {run!r}, but width {empty.shape[1]} and "
+                    f"{empty.dtype} in earlier batches: collect them in separate runs"
                 )
                 raise HookError(msg)
             self._batches.append(batch)
@@ -159,12 +159,14 @@ class ActivationDataset(Dataset[Tensor]):
         chosen = range(len(self))[index] if isinstance(index, slice) else index
         numbers = np.asarray(chosen)
         if numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-            msg = f"rows are chosen by an int, a slice or ints in one dimension, got {index!r}"
+            msg = (
+                f"rows must be chosen with an int, a slice or ints in one dimension, got {index!r}"
+            )
             raise HookTypeError(msg)
         numbers = numbers.astype(np.int64)
         outside = numbers[(numbers < -len(self)) | (numbers >= len(self))]
         if outside.size:
-            msg = f"the data set has {len(self)} rows, and no row {outside.flat[0]}"
+            msg = f"row {outside.flat[0]} is out of range: the data set has {len(self)} rows"
             raise IndexError(msg)
         rows = self._gather(np.atleast_1d(numbers) % len(self))
         return rows if numbers.ndim else rows[0]
@@ -243,20 +245,20 @@ class ActivationStream(IterableDataset[Tensor]):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        expect(data, ActivationDataset, "data is an ActivationDataset")
+        expect(data, ActivationDataset, "data must be an ActivationDataset")
         self.data = data
         self.batch_size = at_least(1, "batch_size", batch_size)
         at_least(0, "seed", seed)  # no cap: a larger seed is another one
         self.seed = seed
         self.reservoir = max(at_least(1, "reservoir", reservoir), self.batch_size)
-        expect(drop_last, bool, "drop_last is a bool")
+        expect(drop_last, bool, "drop_last must be a bool")
         self.drop_last = drop_last
         self.workers = at_least(0, "workers", workers)
         own, count = _of_distributed()
         self.ranks = at_least(1, "ranks", count if ranks is None else ranks)
         self.rank = at_least(0, "rank", own if rank is None else rank)
         if self.rank >= self.ranks:
-            msg = f"rank is below ranks, {self.ranks}, got {self.rank}"
+            msg = f"rank must be below ranks={self.ranks}, got {self.rank}"
             raise ValueError(msg)
         self.epoch = 0
         """Number of the epoch, from 0."""
@@ -351,7 +353,8 @@ class ActivationStream(IterableDataset[Tensor]):
         ]
         if changed:
             msg = (
-                f"the state is of another stream ({'; '.join(changed)}): make the stream as before"
+                f"the state is from a different stream ({'; '.join(changed)}): create the stream "
+                "as before"
             )
             raise ResumeError(msg)
         self.epoch, self.batch = state["epoch"], state["batch"]

@@ -86,7 +86,7 @@ def _columns(
         if LAYER in stored:
             for title, numbers in store.get(run, batch, LAYER).items():
                 if title in rows:
-                    msg = f"a layer has the name of the column {title!r}: leave it out"
+                    msg = f"a layer has the same name as the column {title!r}: leave that layer out"
                     raise HookError(msg)
                 rows[title] = numbers.repeat_interleave(count // max(len(numbers), 1))
         for title, part in rows.items():
@@ -94,7 +94,7 @@ def _columns(
             if len(part) != count or (before and _kind(before[0]) != _kind(part)):
                 msg = (
                     f"{title!r} has {len(part)} rows of {_kind(part)} in batch {batch} of run "
-                    f"{run!r}, unlike the others: make a data set of it alone"
+                    f"{run!r}, unlike the others: make a separate data set of it"
                 )
                 raise HookError(msg)
             before.append(part)
@@ -129,7 +129,10 @@ def _in_contexts(parts: list[Tensor], size: int) -> list[Tensor]:
 def _arrow_name(title: str, dtype: torch.dtype) -> str:
     found = str(_CAST.get(dtype, dtype)).removeprefix("torch.")
     if found not in _ARROW:
-        msg = f"Arrow has no {dtype}, of {title!r}: collect it with dtype=torch.float16"
+        msg = (
+            f"Arrow does not support {dtype}, the dtype of {title!r}: collect it with "
+            "dtype=torch.float16"
+        )
         raise HookTypeError(msg)
     return found
 

@@ -84,7 +84,7 @@ def _parameters_and_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tenso
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names the differences between two manifests; empty if they are equal."""
     if not _is_manifest(before):
-        return ["its manifest is none of `collect`"]
+        return ["its manifest was not written by `collect`"]
     selections = (dict.fromkeys(each["selection"]) for each in (before, now))
     options = [
         f"option {name!r}: {before['options'].get(name)!r}, now {now['options'].get(name)!r}"

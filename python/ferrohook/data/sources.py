@@ -124,8 +124,9 @@ class CapturedOutputs(Source):
 def _check_rows(tensor: Tensor, shape: torch.Size, subject: str) -> None:
     if tensor.dim() <= len(shape) or tensor.shape[: len(shape)] != shape:
         msg = (
-            f"{subject} has the shape {tuple(tensor.shape)}, and no row for each of the tokens, "
-            f"{tuple(shape)}: collect it in a run without tokens, or a part by output_index"
+            f"{subject} has shape {tuple(tensor.shape)}, without a row for each of the tokens, "
+            f"whose shape is {tuple(shape)}: collect it in a run without tokens, or collect a part "
+            "of it with output_index"
         )
         raise HookError(msg)
 
@@ -133,8 +134,9 @@ def _check_rows(tensor: Tensor, shape: torch.Size, subject: str) -> None:
 def _masked(tensor: Tensor, mask: Tensor, subject: str) -> Tensor:
     if tensor.shape[: mask.dim()] != mask.shape:
         msg = (
-            f"{subject} has the shape {tuple(tensor.shape)}, which does not begin with that of the "
-            f"mask, {tuple(mask.shape)}: select other modules, or a part by output_index"
+            f"{subject} has shape {tuple(tensor.shape)}, which does not start with the shape of "
+            f"the mask, {tuple(mask.shape)}: select other modules, or a part of the value with "
+            "output_index"
         )
         raise HookError(msg)
     return tensor[mask]

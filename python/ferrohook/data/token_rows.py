@@ -32,7 +32,10 @@ def by_rule(name: str, rule: str | Callable[[Any], Tensor], batch: Any) -> Any:
     if not isinstance(rule, str):
         return rule(batch)
     if not isinstance(batch, Mapping) or rule not in batch:
-        msg = f"{name}={rule!r} is a key of the batches, and this one has none: pass a function"
+        msg = (
+            f"{name}={rule!r} names a key of the batches, but this batch does not have it: pass a "
+            "function"
+        )
         raise HookError(msg)
     return batch[rule]
 
@@ -60,9 +63,11 @@ class TokenRows:
             found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
         )
         if not ints or found.dim() != 2:  # noqa: PLR2004 (batch and tokens)
-            got = f"{found.dtype} of {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+            got = (
+                f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+            )
             msg = (
-                "the tokens of a batch are ints of the shape (batch, tokens), got "
+                "the tokens of a batch must be ints of shape (batch, tokens), got "
                 f"{got or type(found).__name__}"
             )
             raise HookTypeError(msg)

@@ -119,12 +119,12 @@ class Intervention(InterventionBase):
         cls, *values: Any, output_index: OutputIndex = None, **named: Any
     ) -> Self:
         if not hasattr(cls, "formula"):
-            msg = f"{cls.__name__} is abstract: take a kind such as Add, or define its formula"
+            msg = f"{cls.__name__} is abstract: use a kind such as Add, or define its formula"
             raise HookTypeError(msg)
         given = dict(zip(cls.fields, values, strict=False)) | named
         if len(values) > len(cls.fields) or given.keys() != {*cls.fields}:
             expected = ", ".join(cls.fields) or "no arguments"
-            msg = f"{cls.__name__} takes {expected}, got {', '.join(given) or 'none'}"
+            msg = f"{cls.__name__} needs {expected}, got {', '.join(given) or 'none'}"
             raise HookTypeError(msg)
         given = {name: _checked(cls, name, given[name]) for name in cls.fields}
         part: Any = check_output_index(output_index, f"output_index of {cls.__name__}")
@@ -154,7 +154,7 @@ class Intervention(InterventionBase):
         known = KINDS.get(cls.__name__)
         # The cell of a notebook may define its class again.
         if known is not None and known.__module__ != cls.__module__:
-            msg = f"an intervention called {cls.__name__} is defined in {known.__module__}"
+            msg = f"an intervention called {cls.__name__} is already defined in {known.__module__}"
             raise HookTypeError(msg)
         KINDS[cls.__name__] = cls
 
@@ -239,7 +239,7 @@ class Intervention(InterventionBase):
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(self, "values"):
-            msg = f"{type(self).__name__} is immutable: make another"
+            msg = f"{type(self).__name__} is immutable: create a new one"
             raise AttributeError(msg)
         super().__setattr__(name, value)
 
@@ -290,15 +290,17 @@ def check_dtypes(cls: type[Intervention], dtype: torch.dtype, vector: Tensor | N
         HookTypeError: a part of its result would be lost, or has no meaning.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
-        msg = f"{cls.__name__} changes tensors of floating point, got {dtype}"
+        msg = f"{cls.__name__} only works on floating-point tensors, got {dtype}"
         raise HookTypeError(msg)
     if cls.real and dtype.is_complex:
-        msg = f"{cls.__name__} changes real numbers, got {dtype}: complex numbers have no order"
+        msg = (
+            f"{cls.__name__} only works on real numbers, got {dtype}: complex numbers have no order"
+        )
         raise HookTypeError(msg)
     if vector is not None and vector.dtype.is_complex and not dtype.is_complex:
         msg = (
-            f"{cls.__name__} of {vector.dtype} changes complex tensors, got {dtype}, which has no "
-            "imaginary part"
+            f"{cls.__name__} with a vector of {vector.dtype} only works on complex tensors, got "
+            f"{dtype}, which has no imaginary part"
         )
         raise HookTypeError(msg)
 
@@ -347,18 +349,18 @@ def _checked(cls: type[Intervention], name: str, value: Any) -> Any:
         return _vector(cls, name, value)
     if cls.absent and value is None:
         return value
-    expect(value, int | float, f"{name} of {cls.__name__} is a number")
+    expect(value, int | float, f"{name} of {cls.__name__} must be a number")
     number = float(value)
     if math.isnan(number):
-        msg = f"{name} of {cls.__name__} is a number, got NaN"
+        msg = f"{name} of {cls.__name__} must be a number, got NaN"
         raise ValueError(msg)
     return number
 
 
 def _vector(cls: type[Intervention], name: str, value: Tensor) -> Tensor:
-    expect(value, Tensor, f"{name} of {cls.__name__} is a tensor")
+    expect(value, Tensor, f"{name} of {cls.__name__} must be a tensor")
     if not value.is_floating_point() and not value.is_complex():
-        msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
+        msg = f"{name} of {cls.__name__} must be a floating-point tensor, got {value.dtype}"
         raise HookTypeError(msg)
     if cls.real:
         check_dtypes(cls, value.dtype)

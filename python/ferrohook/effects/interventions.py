@@ -81,10 +81,13 @@ class _Directed(Intervention):
         self = super().__new__(cls, *values, output_index=output_index)
         direction: Tensor = self.values[0]
         if direction.dim() != 1:
-            msg = f"direction of {cls.__name__} has one dimension, got {tuple(direction.shape)}"
+            msg = (
+                f"direction of {cls.__name__} must have one dimension, got shape "
+                f"{tuple(direction.shape)}"
+            )
             raise HookTypeError(msg)
         if not bool(direction.detach().norm() > 0):
-            msg = f"direction of {cls.__name__} is not zero and has no NaN"
+            msg = f"direction of {cls.__name__} must not be zero or contain NaN"
             raise ValueError(msg)
         return self
 
@@ -155,7 +158,9 @@ class Clamp(_Directed):
         if (least is None and most is None) or (
             least is not None and most is not None and least > most
         ):
-            msg = f"Clamp takes low, high or both, low not above high, got {low} and {high}"
+            msg = (
+                f"Clamp needs low, high or both, and low must not exceed high, got {low} and {high}"
+            )
             raise ValueError(msg)
         return self
 

@@ -73,7 +73,10 @@ def change_part(
         return _with_part(value, 0, hidden)
     found = part_of(value, part)
     if not isinstance(found, torch.Tensor):
-        msg = f"output_index {part!r} of a {type(value).__name__} is {type(found).__name__}"
+        msg = (
+            f"output_index {part!r} of a {type(value).__name__} must be a tensor, got "
+            f"{type(found).__name__}"
+        )
         raise HookTypeError(msg)
     return _with_part(value, part, changed(found))
 
@@ -97,7 +100,7 @@ def _with_part(value: Any, part: Any, item: Any) -> Any:
         copied = copy.copy(value)
     else:
         # Dynamo traces the copy of an object with slots, but cannot return it.
-        msg = f"a {type(value).__name__} is changed outside of graphs"
+        msg = f"a {type(value).__name__} cannot be changed inside a graph, only outside"
         raise HookTypeError(msg)
     if isinstance(value, dict | UserDict):
         # The index of a transformers `ModelOutput`.

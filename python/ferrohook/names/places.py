@@ -125,26 +125,31 @@ def _check(place: Place, hook: Any, phase: Phase) -> None:
         if not place.writable:
             raise HookTypeError(_read_only(place))
         if hook.output_index is not None:
-            msg = f"{place.quantity} is one tensor, so {type(hook).__name__} takes no output_index"
+            msg = (
+                f"{place.quantity} is one tensor: leave out the output_index of "
+                f"{type(hook).__name__}"
+            )
             raise HookTypeError(msg)
         if place.shape is not None and hook.width not in {None, 1, place.shape[-1]}:
-            msg = f"{hook!r} has a width of {hook.width}, {place.quantity} one of {place.shape[-1]}"
+            msg = (
+                f"{hook!r} has a width of {hook.width}, but {place.quantity} has {place.shape[-1]}"
+            )
             raise HookTypeError(msg)
     elif isinstance(hook, TypedHook | NativeHook) or not callable(hook):
         msg = (
-            f"{place.quantity} takes an intervention or a callable hook(module, args, value), got "
+            f"{place.quantity} needs an intervention or a callable hook(module, args, value), got "
             f"{type(hook).__name__}"
         )
         raise HookTypeError(msg)
     if phase != "forward":
-        msg = f"{place.quantity} has a place of its own: leave out phase={phase!r}"
+        msg = f"{place.quantity} has a fixed place: leave out phase={phase!r}"
         raise HookTypeError(msg)
 
 
 def _read_only(place: Place) -> str:
     return (
-        f"{place.quantity} can be read and not written: what is written to {place.shown} does not "
-        "arrive as its equation says; write to the contributions around it"
+        f"{place.quantity} can be read but not written: a value written to {place.shown} does not "
+        "take effect as its equation says. Write to the contributions around it instead"
     )
 
 
@@ -182,8 +187,8 @@ class Written:
             else "use an intervention"
         )
         return (
-            f"a Python hook with at= changes what a module returns as one tensor, and "
-            f"{place.quantity} is {place.shown}: {instead}"
+            f"a Python hook with at= can change only a module's whole output, but {place.quantity} "
+            f"is {place.shown}: {instead}"
         )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
@@ -206,7 +211,7 @@ class Written:
         tensor = part_of(value, place.part)
         if not isinstance(tensor, Tensor):
             msg = (
-                f"{place.quantity} is no tensor in this call of {module._get_name()}, but "
+                f"{place.quantity} must be a tensor in this call of {module._get_name()}, got "
                 f"{type(tensor).__name__}: its place was found in a call with other arguments"
             )
             raise HookTypeError(msg)
@@ -228,9 +233,13 @@ class Written:
         if not self._place.writable:
             raise HookTypeError(_read_only(self._place))
         if not isinstance(new, Tensor) or new.shape != tensor.shape:
-            got = f"one of {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+            got = (
+                f"one of shape {tuple(new.shape)}"
+                if isinstance(new, Tensor)
+                else type(new).__name__
+            )
             msg = (
-                f"{self._place.quantity} is a tensor of {tuple(tensor.shape)} in this call, and is "
-                f"replaced by one of this shape, got {got}"
+                f"{self._place.quantity} is a tensor of shape {tuple(tensor.shape)} in this call "
+                f"and must be replaced by one of this shape, got {got}"
             )
             raise HookTypeError(msg)

@@ -64,7 +64,7 @@ def select(
         SelectionError: a selector matches no module, or containers alone with `called=True`.
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
-    expect_module(model, "modules are selected in")
+    expect_module(model, "model must be")
     if isinstance(what, str) and (module := _module_at(model, what)) is not None:
         return _without_containers({what: module}, called)  # without walking the model
     key = _key(what)
@@ -74,8 +74,8 @@ def select(
         return found
     if isinstance(what, str) and what.startswith(SIGN):
         msg = (
-            f"{what!r} is a quantity, no module: capture, register, run and plans take it, and "
-            "fh.quantities(model) tells the module that has it"
+            f"{what!r} is a quantity, not a module: capture, register, run and plans accept it, "
+            "and fh.quantities(model) shows the module that has it"
         )
         raise SelectionError(msg)
     tree = _Tree(model)
@@ -258,9 +258,9 @@ def _matcher(what: object) -> Callable[[str, nn.Module], object]:
         return _predicate_matcher(what)
     got = f"the pattern {what!r}" if isinstance(what, re.Pattern) else describe(what)
     msg = (
-        "modules are selected by a path, a glob, a compiled regex of str, a module, a subclass of "
-        "nn.Module, a predicate (name, module) -> bool, or a list, tuple or set of these, "
-        f"got {got}"
+        "a selector must be a path, a glob, a compiled regex of str, a module, a subclass of "
+        "nn.Module, a predicate (name, module) -> bool, or a list, tuple or set of these, got "
+        f"{got}"
     )
     raise HookTypeError(msg)
 
@@ -287,7 +287,7 @@ def _predicate_matcher(function: Callable[..., object]) -> Callable[[str, nn.Mod
         except TypeError as error:
             # Raised by the call itself: an error inside the function has a second frame.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                called = "a function that selects modules is called with (name, module)"
+                called = "a function that selects modules must accept (name, module)"
                 msg = f"{called}, got {_title(function)}"
                 raise HookTypeError(msg) from error
             raise

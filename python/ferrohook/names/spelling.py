@@ -58,10 +58,10 @@ _LENS_BLOCK: Final = re.compile(r"blocks\.(\d+|\*|\[[^\]]*\])\.(.+)")
 
 
 _DIFFERENCES: Final = {
-    "hook_q": "after RoPE, where hook_q is before it",
-    "hook_k": "after RoPE, where hook_k is before it",
-    "hook_attn_in": "after the norm, where hook_attn_in is before it, for each head",
-    "hook_mlp_in": "after the norm, where hook_mlp_in is before it",
+    "hook_q": "after RoPE, while hook_q is before it",
+    "hook_k": "after RoPE, while hook_k is before it",
+    "hook_attn_in": "after the norm, while hook_attn_in is before it, for each head",
+    "hook_mlp_in": "after the norm, while hook_mlp_in is before it",
 }
 """Hook points whose names resemble a quantity's, and how the quantity differs."""
 _POINTS: Final = {
@@ -106,7 +106,7 @@ def suggested(name: str) -> str | None:
         >>> suggested("resid_post.3")
         "the quantity of this name is '@resid_post.3'"
         >>> suggested("hook_q")
-        "'@q.*' is after RoPE, where hook_q is before it"
+        "'@q.*' is after RoPE, while hook_q is before it"
     """
     segments = name.removeprefix(SIGN).split(".")
     points = [each for each in segments if each.startswith("hook_")]

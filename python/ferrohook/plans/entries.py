@@ -380,7 +380,7 @@ def keep(
     if unknown := options.keys() - KeepOptions.__annotations__.keys():
         msg = f"keep() got an unexpected keyword argument {min(unknown)!r}"
         raise TypeError(msg)
-    expect(label, str | None, "label is a str")
+    expect(label, str | None, "label must be a str")
     if label is not None:
         check_encodes(label, "label")
     options_of(**options)

@@ -71,5 +71,5 @@ class BackEnd:
         if not refused:
             return None
         need = min(refused, key=lambda each: (each not in self.reasons, each))
-        others = f"{need} is not served, only {', '.join(sorted(self.serves))}"
+        others = f"{need} is not supported, only {', '.join(sorted(self.serves))}"
         return self.reasons.get(need, others)

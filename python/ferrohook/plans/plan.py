@@ -50,7 +50,7 @@ class Plan:
             if isinstance(entry, Plan):
                 flat += entry.entries
                 continue
-            expected = "Plan takes results of on(), keep() and gate(), or plans"
+            expected = "Plan takes entries made by on(), keep() or gate(), or other plans"
             expect(entry, HookEntry | KeepEntry | GateEntry, expected)
             flat.append(entry)
         names = [entry.name for entry in flat if isinstance(entry, GateEntry)]
@@ -61,7 +61,7 @@ class Plan:
         object.__setattr__(self, "entries", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:
-        msg = f"a plan is immutable: make another, such as plan + fh.Plan(...) ({name} was set)"
+        msg = f"a plan is immutable: create a new one, such as plan + fh.Plan(...) ({name} was set)"
         raise AttributeError(msg)
 
     def __reduce__(self) -> Any:
@@ -97,7 +97,7 @@ class Plan:
             HookError: a module cannot be instrumented, or is captured twice under one name; a gate
                 that an entry names is missing, or reads several places.
         """
-        expect_module(model, "prepare takes")
+        expect_module(model, "prepare needs")
         if max_bytes is not None:
             at_least(1, "max_bytes", max_bytes)
         return Prepared(self.entries, model, max_bytes)

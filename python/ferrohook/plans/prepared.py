@@ -354,9 +354,9 @@ def _lengths_of(prompt: Any) -> list[int]:
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     lengths = [*given] if isinstance(given, list | tuple) else [given]
     for length in lengths:
-        expect(length, int, "prompt is an int, or a list of ints, one for each row")
+        expect(length, int, "prompt must be an int, or a list of ints, one for each row")
     if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST:
-        msg = f"prompt has the numbers of tokens of prompts, 1 to {_LONGEST}, got {prompt!r}"
+        msg = f"prompt must be the number of tokens of each prompt, 1 to {_LONGEST}, got {prompt!r}"
         raise ValueError(msg)
     return lengths
 
@@ -598,8 +598,8 @@ def _priority_of_keep(
     if ahead and max(ahead) > first:
         name = next(name for name, each in found[number].items() if each is kept)
         msg = (
-            f"entry {number} of the plan keeps {name!r} between entries that run in the other "
-            "order, by priority= or prepend=: let them run in the order in which they stand"
+            f"entry {number} of the plan keeps {name!r} between entries that run in reverse order "
+            "because of priority= or prepend=: let them run in the order of the plan"
         )
         raise HookError(msg)
     priority, rank = -first[0], first[1]
@@ -628,8 +628,8 @@ def _check_order(
         if some and any(isinstance(entries[each], HookEntry) for each in whole + some):
             msg = (
                 f"entries {min(one, other)} and {max(one, other)} of the plan are on one pattern, "
-                "one at positions and one not, and would not run in their order: give at= to both "
-                "or to none"
+                "but only one of them has at=, so they would not run in the order of the plan: "
+                "give at= to both or to neither"
             )
             raise HookError(msg)
 
@@ -649,8 +649,8 @@ def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> Non
         known = own if place.shape is None else place.shape[-1]
         if known is not None and known != width:
             msg = (
-                f"entry {number} of the plan: {intervention!r} has a width of {width}, the output "
-                f"of {name!r} ({type(place.module).__name__}) one of {known}"
+                f"entry {number} of the plan: {intervention!r} has a width of {width}, but the "
+                f"output of {name!r} ({type(place.module).__name__}) has {known}"
             )
             raise HookTypeError(msg)
 

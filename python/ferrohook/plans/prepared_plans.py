@@ -41,7 +41,7 @@ class PreparedPlans:
     """
 
     def __init__(self, model: nn.Module, *, size: int = 64, max_bytes: int | None = None) -> None:
-        expect_module(model, "PreparedPlans takes")
+        expect_module(model, "PreparedPlans needs")
         self._model = model
         self._size = at_least(1, "size", size)
         self._max_bytes = None if max_bytes is None else at_least(1, "max_bytes", max_bytes)
@@ -74,7 +74,7 @@ class PreparedPlans:
         Raises:
             HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
         """
-        expect(plan, Plan, "open takes a Plan")
+        expect(plan, Plan, "open needs a Plan")
         return self.find(tuple(entry.content() for entry in plan.entries), lambda: plan)
 
     def find(self, key: Hashable, read: Callable[[], Plan]) -> Prepared:

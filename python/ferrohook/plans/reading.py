@@ -91,7 +91,7 @@ def read(
     entries = fields["entries"]
     if not isinstance(entries, list) or len(entries) > limits.max_entries:
         got = f"{len(entries):,}" if isinstance(entries, list) else _short(entries)
-        msg = f"entries: a list of at most max_entries={limits.max_entries:,}, got {got}"
+        msg = f"entries: expected a list of at most max_entries={limits.max_entries:,}, got {got}"
         raise ValueError(msg)
     with _tensors(tensors) as lookup:
         reader = _Reader(limits, lookup)
@@ -99,7 +99,7 @@ def read(
 
 
 def _parsed(text: str | bytes, limits: JsonLimits) -> Any:
-    expect(text, str | bytes, "from_json takes a str, bytes or the dict that json.loads returned")
+    expect(text, str | bytes, "from_json needs a str, bytes or the dict that json.loads returned")
     if len(text) > limits.max_text:
         msg = f"the plan has {len(text):,} characters, more than max_text={limits.max_text:,}"
         raise ValueError(msg)
@@ -113,7 +113,7 @@ def _parsed(text: str | bytes, limits: JsonLimits) -> Any:
     except RecursionError:
         msg = "the plan is nested too deeply"
     except ValueError as error:
-        msg = f"the plan is no JSON: {error}"
+        msg = f"the plan is not valid JSON: {error}"
     raise ValueError(msg) from None
 
 
@@ -137,7 +137,7 @@ def _tensors(
             tensor = given.get(name)
             if tensor is None:
                 return None
-            expect(tensor, Tensor, f"tensors[{name!r}] is a tensor")
+            expect(tensor, Tensor, f"tensors[{name!r}] must be a tensor")
             dtype = str(tensor.dtype).removeprefix("torch.")
             return _TensorSource(dtype, list(tensor.shape), tensor.detach)
 
@@ -152,7 +152,7 @@ def _tensors(
     try:
         opened = safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
-        msg = f"{path} is no file of safetensors: {error}"
+        msg = f"{path} is not a safetensors file: {error}"
         raise ValueError(msg) from error
     with opened as file:
         names = {*file.keys()}
@@ -234,7 +234,7 @@ class _Reader:
             name = _text(fields["tensor"], f"{path}.tensor")
             found = self._lookup(name)
             if found is None:
-                msg = f"{path}: no tensor of the name {_short(name)} was passed as tensors="
+                msg = f"{path}: no tensor named {_short(name)} was passed as tensors="
                 raise ValueError(msg)
             dtype, shape, load = found
         else:
@@ -242,7 +242,10 @@ class _Reader:
             shape = _shape(fields["shape"], f"{path}.shape")
             load = None
         if dtype not in VECTORS:
-            msg = f"{path}: a tensor is of {', '.join(VECTORS)}, got {_short(dtype)}"
+            msg = (
+                f"{path}: the dtype of a tensor must be one of {', '.join(VECTORS)}, got "
+                f"{_short(dtype)}"
+            )
             raise ValueError(msg)
         size = math.prod(shape) * VECTORS[dtype].itemsize
         self._bytes += size
@@ -252,7 +255,7 @@ class _Reader:
         with _named(path):
             made = _decoded(fields["base64"], dtype, shape, size) if load is None else load()
         if not bool(made.isfinite().all()):
-            msg = f"{path}: the tensor has NaN or infinities"
+            msg = f"{path}: the tensor contains NaN or infinity"
             raise ValueError(msg)
         return made
 
@@ -271,7 +274,9 @@ class _Reader:
             return self._regex(value, path)
         members, made = _members(value, path, depth)
         if made is None:
-            msg = f"{path}: a path, a glob, a regex or a list of these, got {_short(value)}"
+            msg = (
+                f"{path}: expected a path, a glob, a regex or a list of these, got {_short(value)}"
+            )
             raise ValueError(msg)
         self._count_selectors(len(members), path)
         listed = [
@@ -283,13 +288,16 @@ class _Reader:
     def _regex(self, value: Mapping[str, Any], path: str) -> re.Pattern[str]:
         fields = _fields(value, path, {"regex", "flags"}, {"regex"})
         if not self._limits.regex:
-            msg = f"{path}: a regex may take for ever: pass regex=True if you trust its author"
+            msg = f"{path}: a regex may run forever: pass regex=True if you trust its author"
             raise ValueError(msg)
         pattern = _text(fields["regex"], f"{path}.regex", _LONGEST_REGEX)
         flags = fields.get("flags", [])
         fits = isinstance(flags, list) and len(flags) <= len(FLAGS)
         if not fits or not all(map(_is_flag, flags)):
-            msg = f"{path}.flags: a list of {', '.join(map(str, FLAGS))}, got {_short(flags)}"
+            msg = (
+                f"{path}.flags: expected a list of {', '.join(map(str, FLAGS))}, got "
+                f"{_short(flags)}"
+            )
             raise ValueError(msg)
         with _named(path):
             return re.compile(pattern, sum(FLAGS[each] for each in {*flags}))
@@ -303,16 +311,16 @@ class _Reader:
         if made is not None:
             self._indices += len(members)
             if self._indices > _MOST_INDICES:
-                msg = f"{path}: the plan's indices are more than {_MOST_INDICES:,}: use slices"
+                msg = f"{path}: the plan has more than {_MOST_INDICES:,} indices: use slices"
                 raise ValueError(msg)
             index = _made(made, [self._index(each, path, depth + 1) for each in members], path)
             if made is list and _repeats(index):  # would make the tensor larger
-                msg = f"{path}: a list of indices has none twice"
+                msg = f"{path}: a list of indices must not contain one twice"
                 raise ValueError(msg)
             return index
         plain = _plain(value, path)
         if isinstance(plain, str | float):
-            msg = f'{path}: ints, "...", slices and lists are expected, got {_short(plain)}'
+            msg = f'{path}: expected ints, "...", slices or lists, got {_short(plain)}'
             raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
         return plain
 
@@ -356,10 +364,10 @@ def _short(value: Any) -> str:
 def _fields(value: Any, path: str, allowed: set[str], needed: set[str]) -> Mapping[str, Any]:
     """Validates the keys of an object."""
     if not isinstance(value, Mapping):
-        msg = f"{path}: an object is expected, got {_short(value)}"
+        msg = f"{path}: expected an object, got {_short(value)}"
         raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
     if isinstance(value, _Object) and value.twice is not None:
-        msg = f"{path}: the key {_short(value.twice)} comes twice"
+        msg = f"{path}: the key {_short(value.twice)} appears twice"
         raise ValueError(msg)
     if unknown := value.keys() - allowed:
         names = ", ".join(sorted(allowed))
@@ -375,13 +383,13 @@ def _type(value: Any, path: str, types: Mapping[str, Any]) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and isinstance(kind, str) and kind in types:
         return kind
-    msg = f"{path}: an object with a type of {', '.join(types)} is expected, got {_short(kind)}"
+    msg = f"{path}: expected an object whose type is one of {', '.join(types)}, got {_short(kind)}"
     raise ValueError(msg)
 
 
 def _text(value: Any, path: str, longest: int = _LONGEST) -> str:
     if not isinstance(value, str) or len(value) > longest:
-        msg = f"{path}: a string of at most {longest} characters is expected, got {_short(value)}"
+        msg = f"{path}: expected a string of at most {longest} characters, got {_short(value)}"
         raise ValueError(msg)
     check_encodes(value, path)
     return value
@@ -395,7 +403,7 @@ def _plain(value: Any, path: str) -> Any:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    msg = f"{path}: a string, a bool or a finite number of 64 bits is expected, got {_short(value)}"
+    msg = f"{path}: expected a string, a bool or a finite 64-bit number, got {_short(value)}"
     raise ValueError(msg)
 
 
@@ -404,7 +412,7 @@ def _part(value: Any, path: str) -> Any:
     listed = isinstance(value, list)
     steps = value if listed else [] if value is None else [value]
     if not len(steps) <= _LONGEST_PATH or (listed and not steps) or not all(map(_is_step, steps)):
-        msg = f"{path}: an int, a string, a list of these or null is expected, got {_short(value)}"
+        msg = f"{path}: expected an int, a string, a list of these or null, got {_short(value)}"
         raise ValueError(msg)
     for step in steps:
         _plain(step, path)
@@ -424,7 +432,7 @@ def _members(value: Any, path: str, depth: int) -> tuple[list[Any], Any]:
     if not isinstance(value, list):
         return [], None
     if depth >= _DEEPEST:
-        msg = f"{path}: lists are nested at most {_DEEPEST} deep"
+        msg = f"{path}: lists must not be nested more than {_DEEPEST} deep"
         raise ValueError(msg)
     return value, made
 
@@ -434,7 +442,7 @@ def _made(made: Any, members: list[Any], path: str) -> Any:
     try:
         return made(members)
     except TypeError as error:
-        msg = f"{path}: a set has strings and numbers, no lists, slices or sets"
+        msg = f"{path}: a set must contain only strings and numbers, not lists, slices or sets"
         raise ValueError(msg) from error
 
 
@@ -445,7 +453,7 @@ def _slice(value: Mapping[str, Any], path: str) -> slice:
         _plain(each, path) is None or (isinstance(each, int) and not isinstance(each, bool))
         for each in bounds
     ):
-        msg = f'{path}: {{"slice": [start, stop, step]}} of ints or null is expected'
+        msg = f'{path}: expected {{"slice": [start, stop, step]}} with ints or null'
         raise ValueError(msg)
     return slice(*bounds)
 
@@ -515,7 +523,7 @@ def _read_option(name: str, value: Any, path: str) -> Any:
     if name != "dtype" or plain is None:
         return plain
     if plain not in _DTYPES:
-        msg = f"{path}: the name of a dtype such as float16 is expected, got {_short(plain)}"
+        msg = f"{path}: expected the name of a dtype, such as float16, got {_short(plain)}"
         raise ValueError(msg)
     return _DTYPES[plain]
 
@@ -533,18 +541,21 @@ def _shape(value: Any, path: str) -> list[int]:
     fits = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
     sizes = value if fits else [-1]
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes):
-        msg = f"{path}: a list of at most {_MOST_DIMENSIONS} ints of at least 0 is expected"
+        msg = f"{path}: expected a list of at most {_MOST_DIMENSIONS} ints of at least 0"
         raise ValueError(msg)
     return sizes
 
 
 def _decoded(text: Any, dtype: str, shape: list[int], size: int) -> Tensor:
     if not isinstance(text, str):
-        msg = f"base64 is a string, got {_short(text)}"
+        msg = f"base64 must be a string, got {_short(text)}"
         raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
     raw = base64.b64decode(text, validate=True)
     if len(raw) != size:
-        msg = f"the shape {shape} of {dtype} takes {size:,} bytes, base64 has {len(raw):,}"
+        msg = (
+            f"a tensor of shape {shape} and dtype {dtype} needs {size:,} bytes, base64 has "
+            f"{len(raw):,}"
+        )
         raise ValueError(msg)
     if not size:
         return torch.empty(shape, dtype=VECTORS[dtype])

@@ -87,13 +87,16 @@ def run(
         >>> hooks = {"layers.3": steer}
         >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
     """
-    expect_module(model, "run calls")
+    expect_module(model, "run needs")
     refuse_swallowed("run", model, kwargs, _MEANT)
-    expect(hooks, Mapping | None, "hooks is a dict from selectors to hooks")
-    expect(plan, Plan | Prepared | None, "plan is a Plan, or one prepared")
+    expect(hooks, Mapping | None, "hooks must be a dict from selectors to hooks")
+    expect(plan, Plan | Prepared | None, "plan must be a Plan or a Prepared")
     keeps = plan is not None and any(isinstance(each, KeepEntry) for each in plan.entries)
     if keeps and capture is not None:
-        msg = "captures stand in the plan or in capture=, not in both: add fh.keep(...) to the plan"
+        msg = (
+            "capture= cannot be combined with a plan that captures: add fh.keep(...) to the plan "
+            "instead"
+        )
         raise HookError(msg)
     if isinstance(plan, Prepared) and plan.model is not model:
         msg = f"the plan was not prepared for this {model._get_name()}"

@@ -112,7 +112,10 @@ def _hook(hook: Any, path: str) -> dict[str, Any]:
     cls = type(hook)
     if KINDS.get(cls.__name__) is not cls:
         name = getattr(hook, "__qualname__", None) or describe(hook)
-        msg = f"{path}: {name} is no intervention, and JSON has no Python functions or objects"
+        msg = (
+            f"{path}: {name} is not an intervention, and JSON cannot hold Python functions or "
+            "objects"
+        )
         raise HookTypeError(msg)
     values = zip(cls.fields, hook.values, strict=True)
     fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
@@ -127,10 +130,13 @@ def _value(value: Tensor | float, path: str) -> Any:
         return value
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in VECTORS:
-        msg = f"{path}: a tensor in JSON is of {', '.join(VECTORS)}, got {dtype}"
+        msg = (
+            f"{path}: the dtype of a tensor in JSON must be one of {', '.join(VECTORS)}, got "
+            f"{dtype}"
+        )
         raise HookTypeError(msg)
     if value.requires_grad:
-        msg = f"{path}: a tensor that requires grad has no fixed content: pass tensor.detach()"
+        msg = f"{path}: a tensor that requires grad has no fixed values: pass tensor.detach()"
         raise HookTypeError(msg)
     data = value.cpu().contiguous()
     _check_finite(bool(data.isfinite().all()), path)
@@ -140,7 +146,7 @@ def _value(value: Tensor | float, path: str) -> Any:
 
 def _check_finite(finite: bool, path: str) -> None:  # noqa: FBT001 (of two callers above)
     if not finite:
-        msg = f"{path}: JSON has no NaN and no infinity"
+        msg = f"{path}: JSON cannot hold NaN or infinity"
         raise ValueError(msg)
 
 
@@ -159,7 +165,7 @@ def _selector(what: Any, path: str) -> Any:
     if isinstance(what, AbstractSet):
         return {"set": sorted((_selector(each, path) for each in what), key=json.dumps)}
     name = name_of(what)
-    msg = f"{path}: JSON has paths, globs, regexes of str and lists of these, not {name}"
+    msg = f"{path}: JSON can hold only paths, globs, regexes of str and lists of these, not {name}"
     raise HookTypeError(msg)
 
 
@@ -168,7 +174,10 @@ def _at(at: Any, path: str) -> Any:
         return {"slice": [at.start, at.stop, at.step]}
     if callable(at):
         name = getattr(at, "__qualname__", None) or describe(at)
-        msg = f"{path}: JSON has names, ints and slices of positions, not the function {name}"
+        msg = (
+            f"{path}: JSON can hold only names, ints and slices of positions, not the function "
+            f"{name}"
+        )
         raise HookTypeError(msg)
     return at
 
@@ -183,7 +192,7 @@ def _option(name: str, value: Any, path: str) -> Any:
     if name == "output_index" and isinstance(value, tuple):
         return [_option("a step", step, path) for step in value]
     if not isinstance(value, str | int):
-        msg = f"{path}: JSON has strings and ints here, got {describe(value)}"
+        msg = f"{path}: JSON can hold only strings and ints here, got {describe(value)}"
         raise HookTypeError(msg)
     return value
 
@@ -199,5 +208,8 @@ def _index(index: Any, path: str) -> Any:
     if isinstance(index, list | tuple):
         members = [_index(each, path) for each in index]
         return members if isinstance(index, list) else {"tuple": members}
-    msg = f"{path}: JSON has ints, slices, lists and tuples of these, got {describe(index)}"
+    msg = (
+        f"{path}: JSON can hold only ints, slices, and lists and tuples of these, got "
+        f"{describe(index)}"
+    )
     raise HookTypeError(msg)

@@ -104,7 +104,7 @@ def hooks(model: nn.Module) -> RegisteredHooks:
     Examples:
         >>> fh.hooks(model)[0].handle.remove()
     """
-    expect_module(model, "hooks lists those of")
+    expect_module(model, "hooks needs")
     registries = [(name, registry) for name, _module, registry in _registries(model)]
     found = RegisteredHooks(
         RegisteredHook(name, handle.phase, as_given(hook), handle, *(place or (None, None)))
@@ -129,7 +129,7 @@ def clear(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
     """
-    expect_module(model, "clear removes hooks of")
+    expect_module(model, "clear needs")
     hooked = [*_registries(model)]
     for _name, _module, registry in hooked:
         registry.clear(scopes=False)

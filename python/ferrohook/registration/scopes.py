@@ -64,7 +64,7 @@ class Scope(Frame):
             HookError: when called, if the scope is not entered.
         """
         if not callable(fn):
-            msg = f"wrap takes a callable, got {type(fn).__name__}"
+            msg = f"wrap needs a callable, got {type(fn).__name__}"
             raise HookTypeError(msg)
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             msg = "a generator's body runs after the call: use activate() inside it, not wrap()"
@@ -119,8 +119,12 @@ def scope_of(given: Any) -> Frame | None:
         return innermost()
     if given == "global":
         return None
-    expected = "scope is 'innermost', 'global' or what scope() returned"
-    expect(given, Frame, f"{expected}: {given!r} is none" if isinstance(given, str) else expected)
+    expected = "scope must be 'innermost', 'global' or the result of scope()"
+    expect(
+        given,
+        Frame,
+        f"{expected}: {given!r} is none of these" if isinstance(given, str) else expected,
+    )
     return cast("Frame", given)
 
 
@@ -136,8 +140,8 @@ def innermost() -> Frame | None:
         return None
     if last.closed:
         msg = (
-            "the scope of this context was left elsewhere, and its hooks with it: pass "
-            "scope='global' to register for all contexts, or another scope"
+            "the scope of this context was left elsewhere, together with its hooks: pass "
+            "scope='global' to register for all contexts, or pass another scope"
         )
         raise HookError(msg)
     return last

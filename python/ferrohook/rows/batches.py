@@ -69,7 +69,7 @@ class Batch(BatchBase, Scope):
             HookError: the batch was left.
         """
         if self.closed:
-            msg = "a batch that was left runs no calls, so it has nothing to move"
+            msg = "this batch was left: it runs no more calls, so it cannot move"
             raise HookError(msg)
         self._set(positions, lengths)
         if self._entered is not None:  # until then the members may be in another batch
@@ -93,7 +93,7 @@ class Batch(BatchBase, Scope):
             self._mask(torch.tensor(self._positions).reshape(-1, columns))
         if self._sites is not None:
             if columns is not None:
-                msg = "sites know the positions of rows: give positions of the shape (rows,)"
+                msg = "sites need one position per row: pass positions of shape (rows,)"
                 raise RowsError(msg)
             self._sites.write(self._positions)
 
@@ -143,8 +143,8 @@ class Batch(BatchBase, Scope):
         if silent:
             others = f", nor of {len(silent) - 1} others" if len(silent) > 1 else ""
             msg = (
-                f"no module with a hook of {silent[0]!r} ran in the batch{others}: call the model "
-                "that it was made for inside `with`"
+                f"no module with a hook of {silent[0]!r} ran in the batch{others}: inside `with`, "
+                "call the model that it was made for"
             )
             warnings.warn(msg, NeverFiredWarning, stacklevel=2)
 
@@ -211,16 +211,16 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
         >>> with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
         ...     model(x)
     """
-    expect(rows, Mapping, "batch takes a dict of requests and their rows")
+    expect(rows, Mapping, "batch needs a dict of requests and their rows")
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-        msg = f"dim is an int of at least 0, got {dim!r}"
+        msg = f"dim must be an int of at least 0, got {dim!r}"
         raise HookTypeError(msg)
     if size is not None:
         size = at_least(1, "size", size)
     if positions is not None:
         size = _check_positions(positions, dim, size)
     elif lengths is not None:
-        msg = "lengths is for positions: give both to batch, or to move"
+        msg = "lengths= only works with positions: pass both to batch, or to move"
         raise HookTypeError(msg)
     members = dict(rows)
     models = models_of(members)
@@ -264,17 +264,17 @@ def _check_ints(tensor: Tensor, expected: str) -> None:
 
 
 def _check_positions(positions: Any, dim: int, size: int | None) -> int:
-    expect(positions, Tensor, "positions are a tensor of ints")
-    _check_ints(positions, "positions are a tensor of ints")
+    expect(positions, Tensor, "positions must be a tensor of ints")
+    _check_ints(positions, "positions must be a tensor of ints")
     if positions.dim() not in {1, 2} or (positions.dim() == 2 and dim):  # noqa: PLR2004
         msg = (
-            "positions have the shape (rows,), or (rows, columns) with dim=0, got "
+            "positions must have shape (rows,), or (rows, columns) with dim=0, got "
             f"{tuple(positions.shape)} with {dim=}"
         )
         raise RowsError(msg)
     rows: int = positions.shape[0]
     if size not in {None, rows}:
-        msg = f"size is {size}, and positions has {rows} rows"
+        msg = f"size is {size}, but positions has {rows} rows"
         raise RowsError(msg)
     return rows
 
@@ -297,35 +297,38 @@ def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
         if models.keys() <= parts:
             return [model]
     names = " and ".join(model._get_name() for model in models.values())
-    msg = f"the requests of a batch are of one model, these are of several: {names}"
+    msg = f"the requests of a batch must all be for one model, got requests for {names}"
     raise RowsError(msg)
 
 
 def _check_index(index: Tensor, size: int | None) -> None:
     if index.dim() != 1:
-        msg = f"an index in gathered has one dimension, got the shape {tuple(index.shape)}"
+        msg = f"an index in gathered must have one dimension, got shape {tuple(index.shape)}"
         raise RowsError(msg)
     if len(index):
-        _check_ints(index, "an index in gathered is a tensor of ints")
+        _check_ints(index, "an index in gathered must be a tensor of ints")
         if size is not None and (last := int(index.max())) >= size:
-            msg = f"row {last} in gathered is out of range: the batch has {size}"
+            msg = f"row {last} in gathered is out of range: the batch has {size} rows"
             raise RowsError(msg)
 
 
 def _resolved(gathered: Any, models: list[nn.Module], size: int | None) -> list[GatheredModule]:
-    expect(gathered, Mapping, "gathered is a dict of modules and indices")
+    expect(gathered, Mapping, "gathered must be a dict from modules to indices")
     resolved = []
     for what, value in gathered.items():
         index, dim = value if isinstance(value, tuple) else (value, None)
         if not isinstance(index, Tensor) and not callable(index):
-            expect(index, (), "gathered has index tensors and functions")
+            expect(index, (), "gathered must contain index tensors or functions")
         if isinstance(index, Tensor):
             _check_index(index, size)
         if isinstance(what, nn.Module):
             resolved.append((what, index, dim))
             continue
         if not models:
-            msg = f"{what!r} in gathered: no request names a model, give the module itself"
+            msg = (
+                f"{what!r} in gathered cannot be found, since no request names a model: pass the "
+                "module itself"
+            )
             raise RowsError(msg)
         found = select(models[0], what)
         resolved += [(module, index, dim) for module in found.values()]

@@ -64,9 +64,9 @@ class _GenerationBatch(Batch):
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
             msg = (
-                f"the model is called with {rows} rows for {self.size} prompts: rows of beams, and "
-                "of several sequences for a prompt, change hands between steps. Call generate with "
-                "num_beams=1 and num_return_sequences=1, and give an entry for each prompt"
+                f"the model was called with {rows} rows for {self.size} prompts: rows of beams, "
+                "and of several sequences per prompt, change owners between steps. Call generate "
+                "with num_beams=1 and num_return_sequences=1, and pass one entry per prompt"
             )
             raise RowsError(msg)
         untold = [each for each in self._places if not each.prompt]
@@ -114,20 +114,24 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         ...     model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"))
         >>> a.acts["model.layers.3"]  # (positions, width)
     """
-    expect(requests, list | tuple, "generating takes a list of requests")
+    expect(requests, list | tuple, "generating needs a list of requests")
     places: dict[Request, int] = {}
     for row, request in enumerate(requests):
         if request is None:
             continue
-        expect(request, Request, "generating takes requests, and None for prompts without")
+        expect(
+            request,
+            Request,
+            "generating needs a request per prompt, or None for a prompt without one",
+        )
         if (other := places.setdefault(request, row)) != row:
-            msg = f"{request!r} is for the prompts {other} and {row}: open a request for each"
+            msg = f"{request!r} is used for prompts {other} and {row}: open a request for each"
             raise RowsError(msg)
     models = models_of(places)
     made = _GenerationBatch(dict(places), 0, len(requests) or None, [])
     (model,) = models
     if not stacks_in(model):
-        msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"
+        msg = f"{type(model).__name__} takes neither input_ids nor inputs_embeds"
         raise HookError(msg)
     made._model, made._places = model, places
     made._attach_as_entered()

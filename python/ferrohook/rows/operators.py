@@ -65,13 +65,15 @@ def misfit(x: Tensor, table: Tensor, dim: int) -> str | None:
     shape, width = x.shape, table.shape[-1]
     if len(shape) < dim + 2 or shape[-1] != width:
         return (
-            f"a tensor of the shape {tuple(shape)}, where sites have rows in dimension {dim} and a "
-            f"width of {width}"
+            f"a tensor of shape {tuple(shape)}, but sites need rows in dimension {dim} and a width "
+            f"of {width}"
         )
     if x.dtype not in _WIDER.get(table.dtype, {table.dtype}):
-        return f"a tensor of {x.dtype}, where sites have {table.dtype}: give them its dtype"
+        return (
+            f"a tensor of {x.dtype}, but the sites have {table.dtype}: create them with its dtype"
+        )
     if x.device != table.device or x.layout != table.layout:
-        return f"a tensor of {x.layout} on {x.device}, where sites have {table.device}"
+        return f"a tensor of {x.layout} on {x.device}, but the sites are on {table.device}"
     return None
 
 
@@ -140,7 +142,7 @@ def _change(  # noqa: PLR0913, PLR0917 (the tables of a kind)
 
 
 def _change_backward(_ctx: Any, _grad: Tensor) -> None:
-    msg = "sites of the kinds in kinds= have no gradients: open a batch without sites"
+    msg = "sites of the kinds in kinds= do not support gradients: open a batch without sites"
     raise HookError(msg)
 
 

@@ -39,7 +39,7 @@ def check_lengths(ats: Sequence[At], lengths: Sequence[int], rows: int = 1) -> N
     """
     for at in ats:
         if not lengths and needs_prompt(at):
-            msg = f"positions {at!r} need the length of the request's prompt: give lengths"
+            msg = f"positions {at!r} need the length of the request's prompt: pass lengths"
             raise RowsError(msg)
     if len(lengths) not in {0, 1, rows}:
         msg = f"lengths has {len(lengths)} prompts for a request with {rows} rows"

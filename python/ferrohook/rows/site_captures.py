@@ -106,7 +106,7 @@ class SiteCaptures:
             failure
             for site, (calls, rows) in enumerate(ran)
             if calls and rows >= 0 and rows != calls * (taken.members.batch.size or 0)
-            for failure in self._misfits(taken.members, site, f"{rows} in {calls} calls")
+            for failure in self._misfits(taken.members, site, f"{rows} rows in {calls} calls")
         ]
         failed = {failure.number for failure in failures}
         self._failed |= {each.request for each in taken.wanted if each.number in failed}
@@ -124,8 +124,8 @@ class SiteCaptures:
     def _misfits(self, members: OpenMembers, site: int, got: str) -> list[_Failure]:
         batch = members.batch
         msg = (
-            f"the {batch.size} rows of the batch are found in dimension {self._dim} of no tensor "
-            f"at the site {self._names[site]!r}, which has {got}"
+            f"the {batch.size} rows of the batch were not found in dimension {self._dim} of any "
+            f"tensor at the site {self._names[site]!r}, which has {got}"
         )
         return [
             _Failure(batch, number, RowsError(msg))
@@ -159,13 +159,13 @@ class SiteCaptures:
         name = self._names[site]
         if rows < 0:
             msg = (
-                f"the output of {name!r} is not of (rows, width), with rows in dimension "
-                f"{self._dim}, {self._form}: a site cannot keep it"
+                f"a site cannot keep the output of {name!r}: it must have shape (rows, width), "
+                f"with rows in dimension {self._dim}, {self._form}"
             )
             raise RowsError(msg)
         if calls > 1:
             msg = (
-                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
-                "for each call"
+                f"{name!r} ran {calls} times in one batch, but a site keeps only the last call: "
+                "make a batch for each call"
             )
             raise RowsError(msg)

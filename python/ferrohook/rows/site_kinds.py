@@ -24,10 +24,13 @@ def check_kinds(kinds: Sequence[type[Intervention]]) -> None:
     for kind in kinds:
         is_kind = isinstance(kind, type) and KINDS.get(kind.__name__) is kind
         if not is_kind or kind is Add or [*kinds].count(kind) > 1:
-            msg = f"kinds has interventions beside Add, each once, such as fh.Scale: got {kind!r}"
+            msg = (
+                "kinds must contain interventions other than Add, each once, such as fh.Scale, got "
+                f"{kind!r}"
+            )
             raise HookTypeError(msg)
         if not kind.broadcasts:
-            msg = f"{kind.__name__} takes a vector of any shape, and sites have a row for each"
+            msg = f"{kind.__name__} takes a vector of any shape, but sites hold one row per plan"
             raise HookTypeError(msg)
 
 

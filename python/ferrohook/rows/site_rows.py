@@ -138,7 +138,10 @@ def check_positions(request: Request, program: Program, positions: list[int] | N
     ats: list[At] = [at for at, _ in program.changes if at is not None]
     ats.extend(kept.at for kept in program.kept if kept.at is not None)
     if ats and positions is None:
-        msg = f"positions {ats[0]!r} at a site are found from the batch's: give it positions"
+        msg = (
+            f"positions {ats[0]!r} at a site are found from the positions of the batch: pass "
+            "positions to the batch"
+        )
         raise RowsError(msg)
     check_lengths(ats, request.prompt_lengths)
 

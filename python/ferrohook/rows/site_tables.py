@@ -51,10 +51,10 @@ BACK_END: Final = BackEnd(
         | {"calls", "copy", "cut rows", "device", "dtype", "max_bytes", "slice"}
     ),
     {
-        "inputs": "sites are behind modules: they have no inputs",
-        "python": "sites run no Python",
-        "table": "sites add vectors of one dimension",
-        "trained": "sites add vectors that are not trained",
+        "inputs": "sites run after modules: they have no inputs",
+        "python": "sites do not run Python",
+        "table": "sites add only vectors of one dimension",
+        "trained": "sites add only vectors that are not trained",
     },
 )
 _LOG: Final = logging.getLogger("ferrohook")
@@ -261,7 +261,7 @@ class Sites(SitesBase):
         programs = {id(each.program): each.program for each in served.values()}
         if len(programs) > self.max_requests:
             msg = (
-                f"these sites have room for {self.max_requests} plans, the batch has "
+                f"these sites have room for {self.max_requests} plans, but the batch has "
                 f"{len(programs)}"
             )
             raise RowsError(msg)
@@ -276,15 +276,20 @@ class Sites(SitesBase):
         if self.closed:
             return "these sites were closed"
         if isinstance(torch.empty(0), FakeTensor):
-            return "the tables of sites are written by real tensors: leave the FakeTensorMode"
+            return "the tables of sites can be written only with real tensors: leave FakeTensorMode"
         if batch.dim != self.dim:
-            return f"these sites have the rows in dimension {self.dim}, the batch in {batch.dim}"
+            return (
+                f"these sites have rows in dimension {self.dim}, but the batch has them in "
+                f"{batch.dim}"
+            )
         if batch.size is None:
-            return "sites find rows by their number in the batch: give it size or positions"
+            return (
+                "sites find rows by their number in the batch: pass size or positions to the batch"
+            )
         if batch.size > self.max_rows:
-            return f"these sites have room for {self.max_rows} rows, the batch has {batch.size}"
+            return f"these sites have room for {self.max_rows} rows, but the batch has {batch.size}"
         if self._gathers(batch):
-            return "sites have the rows of the batch, and a module in gathered has others"
+            return "sites have the rows of the batch, but a module in gathered has other rows"
         return None
 
     def _gathers(self, batch: BatchBase) -> bool:
@@ -301,7 +306,7 @@ class Sites(SitesBase):
             request: a member of a batch.
             trees: trees of its other members, which are up to date.
         """
-        expect(request, Request, "sites serve requests of plans")
+        expect(request, Request, "sites only serve requests of plans")
         prepared = request.prepared
         program = self._programs.get(prepared)
         if program is None:
@@ -316,7 +321,7 @@ class Sites(SitesBase):
     def _program(self, prepared: Prepared) -> Program:
         model = self._model()
         if model is None or prepared.model is not model:
-            msg = "the plan was prepared for another model than the sites"
+            msg = "the plan was prepared for a different model than the sites"
             raise HookError(msg)
         paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
         vectors = torch.full_like(self._table[:, 0], nobody(self._table.dtype))
@@ -329,17 +334,23 @@ class Sites(SitesBase):
             modules = {name: place.module for name, place in found.items()}
             missing = [name for name, module in modules.items() if id(module) not in paths]
             if missing:
-                msg = f"entry {number} of the plan is for {missing[0]!r}, which is no site"
+                msg = f"entry {number} of the plan is for {missing[0]!r}, which is not a site"
                 raise HookError(msg)
             self._check_entry(number, entry, found, prepared.needs[number])
             if isinstance(entry, HookEntry):
                 for name, module in modules.items():
                     site = paths[id(module)]
                     if any(site in each.sites for each in kept):
-                        msg = f"the plan keeps {name!r} before it changes it: sites keep last"
+                        msg = (
+                            f"the plan keeps {name!r} before it changes it, but sites keep after "
+                            "all changes"
+                        )
                         raise HookError(msg)
                     if ats.setdefault(site, entry.at) != entry.at:
-                        msg = f"the plan changes {name!r} at several positions: sites do at one"
+                        msg = (
+                            f"the plan changes {name!r} at several positions (at=), but sites "
+                            "support only one"
+                        )
                         raise HookError(msg)
                     self._change(name, site, entry.hook, vectors, others)
                 continue
@@ -376,7 +387,10 @@ class Sites(SitesBase):
         kind = self._number_of(hook)
         if any(each >= kind for each in others[site]):
             order = ", ".join(["Add", *(each.kind.__name__ for each in self._kinds)])
-            msg = f"the plan changes {name!r} otherwise than these sites: by {order}, in this order"
+            msg = (
+                f"the plan changes {name!r} differently than these sites, which apply {order}, in "
+                "this order"
+            )
             raise HookError(msg)
         if kind < 0:
             vectors[site] += hook.vector_as(vectors.dtype, vectors.device)
@@ -402,17 +416,17 @@ class Sites(SitesBase):
             parts = {place.part if place.quantity else named for place in found.values()}
             width = self._table.shape[-1]
             if parts != {self._part}:
-                reason = f"it has another output_index than the sites, {self._part!r}"
+                reason = f"its output_index differs from the sites', {self._part!r}"
             elif any(place.multiplier != 1 for place in found.values()):
-                reason = "a quantity that is a multiple of what a module returns has no site"
+                reason = "a quantity that is a multiple of a module's output has no site"
             elif hook is not None and type(hook) is not Add and self._number_of(hook) < 0:
                 kinds = ["Add", *(each.kind.__name__ for each in self._kinds)]
                 reason = (
-                    f"these sites serve {', '.join(kinds)}, lay them with kinds= of "
-                    f"{type(hook).__name__} too"
+                    f"these sites only serve {', '.join(kinds)}: add {type(hook).__name__} to "
+                    "their kinds="
                 )
             elif hook is not None and hook.vector is not None and hook.vector.shape != (width,):
-                reason = f"its vector is not of the sites' width, {width}"
+                reason = f"its vector does not have the sites' width, {width}"
             elif hook is not None:
                 check_dtypes(type(hook), self._table.dtype, hook.vector)
         if reason is not None:
@@ -671,12 +685,12 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         ...     with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
         ...         compiled(x)
     """
-    expect_module(model, "sites takes")
+    expect_module(model, "sites needs")
     check_output_index(output_index, "output_index of sites")
     max_requests = at_least(1, "max_requests", max_requests)
     max_rows = at_least(1, "max_rows", max_rows)
     if open_sites(model) is not None:
-        msg = "the model has sites: close them first"
+        msg = "the model already has sites: close them first"
         raise HookError(msg)
     check_kinds(kinds)
     modules = select(model, what, called=True)
@@ -719,6 +733,6 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
             widths.add(None)
     (known,) = widths if len(widths) == 1 else (None,)
     if known is None:
-        msg = "the width of the sites' tensors is not known: give width"
+        msg = "the width of the sites' tensors is not known: pass width="
         raise HookTypeError(msg)
     return known

@@ -46,16 +46,18 @@ def check_at(at: Any) -> None:
     """
     if isinstance(at, str):
         if at not in _NAMES:
-            msg = f"at is one of {', '.join(_NAMES)}, an int, a slice or a function, got {at!r}"
+            msg = (
+                f"at must be one of {', '.join(_NAMES)}, an int, a slice or a function, got {at!r}"
+            )
             raise ValueError(msg)
     elif isinstance(at, slice):
         for bound in (at.start, at.stop, at.step):
-            expect(bound, int | None, "the bounds of a slice of positions are ints")
+            expect(bound, int | None, "the bounds of a slice of positions must be ints")
         if at.step is not None and at.step < 1:
-            msg = f"the step of a slice of positions is at least 1, got {at.step}"
+            msg = f"the step of a slice of positions must be at least 1, got {at.step}"
             raise ValueError(msg)
     elif isinstance(at, bool) or not (isinstance(at, int | None) or callable(at)):
-        expect(at, (), "at is a name, an int, a slice or a function of positions")
+        expect(at, (), "at must be a name, an int, a slice or a function of positions")
 
 
 class Tokens(NamedTuple):
@@ -81,9 +83,10 @@ def check_prompt(at: At, tokens: Tokens, name: str) -> None:
     """
     if tokens.lengths is None and needs_prompt(at):
         msg = (
-            f"positions {at!r} refer to the prompt, and a call of {name} does not tell where that "
-            "ends: it goes on from a KV cache whose first call this request has not seen, or that "
-            "generate filled, or was cut back; say it by prepared.open(prompt=...)"
+            f"positions {at!r} refer to the prompt, but a call of {name} does not show where it "
+            "ends: the call continues from a KV cache whose first call this request has not seen, "
+            "or that generate filled, or that was cut back. Pass the length of the prompt with "
+            "prepared.open(prompt=...)"
         )
         raise HookError(msg)
 
@@ -112,10 +115,10 @@ def _chosen(at: At, positions: Tensor, lengths: Tensor) -> Tensor:
     if isinstance(at, slice):
         return _in_slice(at, positions, lengths)
     chosen = cast("Callable[[Tensor], Tensor]", at)(positions.clamp(min=PADDING))
-    expected = f"the function of `at` returns a tensor of bools of the shape {[*positions.shape]}"
+    expected = f"the function of `at` must return a tensor of bools of shape {[*positions.shape]}"
     expect(chosen, Tensor, expected)
     if chosen.dtype != torch.bool or chosen.shape != positions.shape:
-        msg = f"{expected}, got {chosen.dtype} of the shape {[*chosen.shape]}"
+        msg = f"{expected}, got {chosen.dtype} of shape {[*chosen.shape]}"
         raise HookTypeError(msg)
     return chosen
 

@@ -88,7 +88,7 @@ def no_tokens(name: str, prefix: str = "") -> HookError:
     names = " nor ".join(prefix + each for each in _TOKENS)
     return HookError(
         f"the positions of a call of {name} are not known: it has neither {names}; in a batch, "
-        "give them by positions="
+        "pass them with positions="
     )
 
 
@@ -110,7 +110,7 @@ def stacks_of(model: nn.Module, path: str) -> dict[str, TokenStack]:
         if not (_takes_tokens(module) or alone):
             if not found and (other := _other_input(module)) is not None:
                 msg = (
-                    f"at= is a position among tokens, and {path!r} is in a "
+                    f"at= selects tokens by position, but {path!r} is in a "
                     f"{type(module).__name__}, which takes {other}"
                 )
                 raise HookError(msg)
@@ -205,8 +205,8 @@ def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None
     if callable(head) and head() is module:
         return
     msg = (
-        f"at= is a position among tokens, and {path!r} stands beside a {type(other).__name__}, "
-        "which takes none: it is not known to run on tokens itself"
+        f"at= selects tokens by position, but {path!r} stands beside a {type(other).__name__}, "
+        "which takes no tokens: it is not known to run on tokens itself"
     )
     raise HookError(msg)
 
@@ -266,7 +266,7 @@ class _GenerateCall(NamedTuple):
         if self.mask is None:
             return torch.ones(call.batch, end, device=call.device)
         if len(self.mask) != call.batch:
-            msg = f"generate has {len(self.mask)} rows, and calls the model with {call.batch}"
+            msg = f"generate has {len(self.mask)} rows, but calls the model with {call.batch}"
             raise HookError(msg)
         mask = self.mask.to(call.device)
         new = mask.new_ones(call.batch, max(end - self.columns, 0))
@@ -504,8 +504,8 @@ class _StackCall:
         given = [name for name, value in self._arguments.items() if value is not None]
         return HookError(
             f"the positions of a call of {self._name} are not known: {', '.join(given)} do not "
-            "tell how many tokens came before, or which are padding. Give an attention_mask of "
-            "(batch, tokens so far), or position_ids that increase by one"
+            "show how many tokens came before, or which are padding. Pass an attention_mask of "
+            "shape (batch, tokens so far), or position_ids that increase by one"
         )
 
 
@@ -591,8 +591,8 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
         decodes = bool(getattr(local["self"].config, "is_encoder_decoder", False))
     except KeyError as error:
         msg = (
-            f"generate of this version of transformers does not tell its prompt ({error}): give "
-            "the number of its tokens by open(prompt=...)"
+            f"generate of this version of transformers does not expose its prompt ({error}): pass "
+            "the number of its tokens with open(prompt=...)"
         )
         raise HookError(msg) from error
     mask = options.get(f"{_DECODER}attention_mask" if decodes else "attention_mask")
@@ -636,6 +636,6 @@ def _watch(
 
     criteria = local.get("prepared_stopping_criteria")
     if not isinstance(criteria, list):
-        msg = "generate of this version of transformers does not tell which drafts it rejects"
+        msg = "generate of this version of transformers does not expose which drafts it rejects"
         raise HookError(msg)
     criteria.append(accepted)

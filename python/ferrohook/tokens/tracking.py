@@ -78,8 +78,8 @@ def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: boo
         takes = plain and not with_kwargs and not always_call
     if not takes:
         msg = (
-            "at takes an intervention in a forward phase, or a forward hook of the form "
-            "hook(module, args, output), without with_kwargs and always_call"
+            "at= only works with an intervention in a forward phase, or with a forward hook of the "
+            "form hook(module, args, output), without with_kwargs and always_call"
         )
         raise HookTypeError(msg)
 
@@ -152,8 +152,8 @@ def stacks_to_track(model: nn.Module, places: Iterable[Place]) -> dict[str, Toke
     stacks = stacks_around(model, places, paths_of(model))
     if None in stacks.values():
         msg = (
-            f"at= is a position among tokens, and {model._get_name()} takes neither input_ids nor "
-            "inputs_embeds: leave out at=, or use a plan and give positions= to the batch"
+            f"at= selects tokens by position, but {model._get_name()} takes neither input_ids nor "
+            "inputs_embeds: leave out at=, or use a plan and pass positions= to the batch"
         )
         raise HookError(msg)
     return stacks
@@ -231,8 +231,8 @@ def _refuse_positioned_batch(module: nn.Module) -> None:
     """Refuses a batch that knows the positions of its requests, which its call may not tell."""
     if any(isinstance(frame, BatchBase) and frame._positions for frame in frames.get(())):
         msg = (
-            f"this call of {module._get_name()} belongs to a batch with positions: there, at= "
-            "stands in the plan of each request (fh.on, fh.keep)"
+            f"this call of {module._get_name()} belongs to a batch with positions: there, pass at= "
+            "in the plan of each request (fh.on, fh.keep)"
         )
         raise HookError(msg)
 

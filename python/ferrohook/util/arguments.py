@@ -31,7 +31,7 @@ def expect(value: object, types: type | UnionType | tuple[()], expected: str) ->
     Args:
         value: the argument.
         types: accepted types; `()` accepts no value.
-        expected: start of the message, such as "index is an int".
+        expected: start of the message, such as "index must be an int".
 
     Raises:
         HookTypeError: the value has none of the types.
@@ -66,7 +66,7 @@ def check_output_index(value: object, name: str, types: type | UnionType = int |
     steps = value if isinstance(value, tuple) else () if value is None else (value,)
     wrong = [step for step in steps if isinstance(step, bool) or not isinstance(step, types)]
     if wrong or value == ():
-        expected = f"{name} is an int, a key, the name of an attribute or a tuple of these"
+        expected = f"{name} must be an int, a key, the name of an attribute or a tuple of these"
         expect(wrong[0] if wrong else value, (), expected)
     return value
 
@@ -76,7 +76,7 @@ def expect_module(model: object, taker: str) -> None:
 
     Args:
         model: the argument.
-        taker: start of the message, such as "Layers takes".
+        taker: start of the message, such as "Layers needs".
 
     Raises:
         HookTypeError: it is not an `nn.Module`.
@@ -93,9 +93,9 @@ def at_least(least: int, name: str, value: int, expected: str = "an int") -> int
         HookTypeError: the value is not an int.
         ValueError: it is below `least`.
     """
-    expect(value, int, f"{name} is {expected}")
+    expect(value, int, f"{name} must be {expected}")
     if value < least:
-        msg = f"{name} is at least {least}, got {value}"
+        msg = f"{name} must be at least {least}, got {value}"
         raise ValueError(msg)
     return min(value, sys.maxsize)
 
@@ -107,7 +107,7 @@ def check_copy(copy: object) -> None:
         ValueError: `copy` is not one of `COPIES`.
     """
     if copy not in COPIES:
-        msg = f"copy is checked, clone or ref, got {copy!r}"
+        msg = f"copy must be 'checked', 'clone' or 'ref', got {copy!r}"
         raise ValueError(msg)
 
 
@@ -120,5 +120,5 @@ def check_encodes(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        msg = f"{name}: {text!r} has a surrogate, which UTF-8 cannot encode"
+        msg = f"{name}: {text!r} contains a surrogate, which UTF-8 cannot encode"
         raise ValueError(msg) from error

@@ -63,9 +63,9 @@ def refuse_swallowed(
         parameters = []
     suspects -= {it.name for it in parameters if it.kind is not inspect.Parameter.VAR_KEYWORD}
     for name in sorted(suspects):
-        msg = f"{name_of(receiver)} does not name {name}= and may ignore it"
+        msg = f"{name_of(receiver)} does not declare {name}= and may ignore it"
         if name in meant:
             msg = f"{taker} takes {meant[name]}=, not {name}=: {msg}"
         else:
-            msg = f"{taker} takes no {name}=: {msg}. Use {_WAYS[name]}"
+            msg = f"{taker} does not accept {name}=: {msg}. Use {_WAYS[name]}"
         raise HookTypeError(msg)

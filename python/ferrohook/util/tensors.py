@@ -162,7 +162,10 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
         return tensor[index]
     steps = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(step, int | slice | EllipsisType) for step in steps):
-        msg = f"the slice of a nested tensor has ints, slices and an ellipsis, got {index!r}"
+        msg = (
+            "the slice of a nested tensor may contain only ints, slices and an ellipsis, got "
+            f"{index!r}"
+        )
         raise HookTypeError(msg)
     if ... in steps:
         place = steps.index(...)
@@ -186,7 +189,10 @@ def padded(tensor: Tensor) -> Tensor:
     if not tensor.is_nested:
         return tensor
     if not tensor.is_floating_point():
-        msg = f"a nested tensor of {tensor.dtype} has no NaN to pad it with: stack its components"
+        msg = (
+            f"a nested tensor of {tensor.dtype} cannot be padded, since its dtype has no NaN: "
+            "stack its components"
+        )
         raise HookTypeError(msg)
     return tensor.to_padded_tensor(math.nan)
 

@@ -121,5 +121,5 @@ def test_collect_stores_checked_tensors_or_raises() -> None:
 
 
 def test_an_unknown_copy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^copy is checked, clone or ref, got 'deep'$"):
+    with pytest.raises(ValueError, match=r"^copy must be 'checked', 'clone' or 'ref', got 'deep'$"):
         fi.LayerActivationDetector("", copy="deep")  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def test_the_copy_option_applies_to_caches(model: Model, x: torch.Tensor) -> Non
             )
             assert torch.equal(cache["hook_embed"], before)
             model.reset_hooks()
-    with pytest.raises(ValueError, match="checked, clone or ref"):
+    with pytest.raises(ValueError, match="'checked', 'clone' or 'ref'"):
         model.run_with_cache(x, copy="deep")
 
 

@@ -222,14 +222,14 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("{", "no JSON"),
-        (5, "object is expected"),
+        ("{", "not valid JSON"),
+        (5, "expected an object"),
         (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
         (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
-        (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
+        (entry(type="keep", what="model.layers.1", stop=True), "stop is not supported"),
         (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has none"),
         (entry(type="keep", what="model.layers.1", output_index=5), "output_index=5"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),
@@ -406,7 +406,7 @@ def test_requests_of_one_id_do_not_mix(
 
 def test_python_functions_do_not_travel() -> None:
     plan = fh.Plan(fh.on("model.layers.0", lambda _module, _args, output: output))
-    with pytest.raises(fh.HookTypeError, match="no Python functions"):
+    with pytest.raises(fh.HookTypeError, match="cannot hold Python functions"):
         sglang.custom_params(plan)
 
 

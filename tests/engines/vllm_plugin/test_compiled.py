@@ -93,7 +93,7 @@ def test_random_requests(models: Any, engine: Any) -> None:
             ),
             "Add, Scale, Ablate, Clamp, in this order",
         ),
-        (fh.Plan(fh.keep("model.layers.1", inputs=True)), "inputs is not served"),
+        (fh.Plan(fh.keep("model.layers.1", inputs=True)), "inputs is not supported"),
         (
             fh.Plan(
                 fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)), at=0),

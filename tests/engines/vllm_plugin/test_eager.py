@@ -348,23 +348,26 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("{", "no JSON"),
-        (5, "object is expected"),
+        ("{", "not valid JSON"),
+        (5, "expected an object"),
         ({1: object()}, "JSON of Plan.to_json"),
         (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
         (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "fuses.*qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
-        (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
-        (entry(type="keep", what="model.layers.1", calls="all"), "calls is not served"),
+        (entry(type="keep", what="model.layers.1", stop=True), "stop is not supported"),
+        (entry(type="keep", what="model.layers.1", calls="all"), "calls is not supported"),
         (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
             "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
         ),
-        (entry(type="on", what="model.layers.1", hook=ADD, prepend=True), "prepend is not served"),
+        (
+            entry(type="on", what="model.layers.1", hook=ADD, prepend=True),
+            "prepend is not supported",
+        ),
         (
             entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
             "computes no gradients",
@@ -490,7 +493,7 @@ def test_vectors_have_names(models: Any, llm: Any) -> None:
 
 def test_python_functions_do_not_travel() -> None:
     plan = fh.Plan(fh.on("model.layers.0", lambda _module, _args, output: output))
-    with pytest.raises(fh.HookTypeError, match="no Python functions"):
+    with pytest.raises(fh.HookTypeError, match="cannot hold Python functions"):
         vllm.extra_args(plan)
 
 

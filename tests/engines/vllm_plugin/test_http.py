@@ -490,7 +490,7 @@ def test_a_large_plan_is_read_beside_the_event_loop(engine: Engine) -> None:
         front_end.prepare(request)
         assert request.sampling_params.extra_args["ferrohook"]["plan"] == text
         params.extra_args = {"ferrohook": text[:-1] + "}"}
-        with pytest.raises(ValueError, match="no JSON"):
+        with pytest.raises(ValueError, match="not valid JSON"):
             await front_end.read_large(params)
 
     asyncio.run(run())

@@ -136,7 +136,7 @@ BAD = '{"version": 1, "entries": [{"type": "keep", "what": "model.layers.99"}]}'
 
 @pytest.mark.parametrize(
     ("plan", "reason"),
-    [("{", "no JSON"), (BAD, "closest names"), (7, "object is expected")],
+    [("{", "not valid JSON"), (BAD, "closest names"), (7, "expected an object")],
 )
 def test_a_bad_plan_is_answered_with_400(client: httpx.Client, plan: Any, reason: str) -> None:
     sent = body(Job(PROMPT), vllm_xargs={"ferrohook": plan})

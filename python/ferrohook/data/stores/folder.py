@@ -36,7 +36,7 @@ class FolderLock:
             self._file.close()
             owner = f"process {number}" if number else "another process"
             msg = (
-                f"{folder} is being written by a store of {owner}: close that one, take another "
+                f"{folder} is being written by a store of {owner}: close that store, use another "
                 "folder, or open it with read_only=True"
             )
             raise StoreError(msg) from error
@@ -63,7 +63,7 @@ class Folder:
     def check(self) -> None:
         """Validates that the folder exists."""
         if not self.path.is_dir():
-            msg = f"{self.path} is no folder: open the store without read_only to create it"
+            msg = f"{self.path} is not a folder: open the store without read_only to create it"
             raise StoreError(msg)
 
     def lock(self) -> FolderLock:
@@ -73,7 +73,8 @@ class Folder:
             lock = FolderLock(self.path)
         except OSError as error:
             msg = (
-                f"{self.path} cannot be written: {error}. Use a folder that this process may write"
+                f"{self.path} cannot be written: {error}. Use a folder that this process can write "
+                "to"
             )
             raise StoreError(msg) from error
         try:
@@ -152,14 +153,14 @@ class Folder:
         path = self.path / run / file.name
         try:
             if (size := path.stat().st_size) != file.bytes:
-                return f"{path} is damaged: it has {size} bytes, {file.bytes} were written"
+                return f"{path} is damaged: it has {size} bytes, but {file.bytes} were written"
             if contents and (found := tensor_files.Checksum.of(path)) != file.crc32:
                 return (
-                    f"{path} is damaged: its checksum is {found:08x}, that of the written bytes "
-                    f"was {file.crc32:08x}"
+                    f"{path} is damaged: its checksum is {found:08x}, but that of the written "
+                    f"bytes was {file.crc32:08x}"
                 )
         except OSError as error:
-            return f"{path} cannot be read, although the index of its run has it: {error}"
+            return f"{path} cannot be read, although the index of its run lists it: {error}"
         return None
 
     def read(
@@ -182,7 +183,7 @@ class Folder:
             with library.safe_open(path, framework="pt") as tensors:
                 return {name: tensors.get_tensor(_tensor_key(layer, name)) for name in names}
         except (OSError, library.SafetensorError) as error:
-            msg = f"{path} cannot be read, although the index of its run has it: {error}"
+            msg = f"{path} cannot be read, although the index of its run lists it: {error}"
             raise StoreError(msg) from error
 
 

@@ -44,7 +44,7 @@ class ShardFile(NamedTuple):
         _expect(file.bytes, int)
         _expect(file.crc32, int)
         if not re.fullmatch(rf"{batch:08}(\.[0-9]+)?\.safetensors", file.name):
-            msg = f"{file.name!r} is no file of batch {batch}"
+            msg = f"{file.name!r} is not a file of batch {batch}"
             raise ValueError(msg)
         return file
 
@@ -102,7 +102,9 @@ class RunIndex:
             try:
                 self._add(_decode(line))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                msg = f"{self._path} is damaged: line at byte {self._bytes_read} is {line[:80]!r}"
+                msg = (
+                    f"{self._path} is damaged: the line at byte {self._bytes_read} is {line[:80]!r}"
+                )
                 raise StoreError(msg) from error
             self._bytes_read += len(line)
         return True
@@ -154,7 +156,7 @@ class RunIndex:
 
 def _expect(value: object, kind: type | UnionType) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
-        msg = f"{value!r} is not of the type {kind}"
+        msg = f"{value!r} is not of type {kind}"
         raise TypeError(msg)
 
 
@@ -170,6 +172,6 @@ def _decode(line: bytes) -> dict[str, Any]:
     # No other member `crc32` follows it, and a str has its quotes escaped.
     content, separator, checksum = line.rpartition(_CHECKSUM)
     if not separator or int(checksum.removesuffix(b"}\n")) != crc32(content):
-        msg = "its checksum is missing or another"
+        msg = "its checksum is missing or wrong"
         raise ValueError(msg)
     return dict(json.loads(line))

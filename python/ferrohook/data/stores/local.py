@@ -78,7 +78,7 @@ class LocalStore(Store):
             ValueError: `max_pending` is below 1.
         """
         if read_only and (sync or max_pending is not None):
-            msg = "max_pending and sync are for writing: leave them out with read_only"
+            msg = "max_pending and sync only work when writing: leave them out with read_only"
             raise HookTypeError(msg)
         if max_pending is None:
             max_pending = MOST_PENDING
@@ -157,15 +157,15 @@ class LocalStore(Store):
     def _check_writable(self) -> Writer:
         if self._writer is None:
             msg = (
-                f"{self._folder.path} was opened read_only: open another LocalStore to put into it"
+                f"{self._folder.path} was opened read_only: open another LocalStore to write to it"
             )
             raise StoreError(msg)
         if self._writer.closed:
             raise StoreError(closed_message(self._folder.path))
         if self._writer.process != os.getpid():
             msg = (
-                f"the store of {self._folder.path} writes in process {self._writer.process}, which "
-                "this one was forked from: open another LocalStore on another folder"
+                f"the store of {self._folder.path} writes in process {self._writer.process}, from "
+                "which this process was forked: open another LocalStore on another folder"
             )
             raise StoreError(msg)
         return self._writer

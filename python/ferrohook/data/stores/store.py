@@ -268,9 +268,12 @@ class StoredBatch:
 
 def check_batch(run: str, batch: int) -> None:
     """Validates the name of a run and the index of a batch."""
-    expect(run, str, "run is a str")
+    expect(run, str, "run must be a str")
     if not _NAME.fullmatch(run):
-        msg = f"run is a name of letters, digits, '_', and after the first '-' and '.', got {run!r}"
+        msg = (
+            "run must be a name of letters, digits and '_', and after the first character also '-' "
+            f"and '.', got {run!r}"
+        )
         raise ValueError(msg)
     at_least(0, "batch", batch)
 
@@ -280,24 +283,28 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """Validates tensors and makes them the store's own: detached, contiguous, on the CPU."""
     check_batch(run, batch)
-    expect(layer, str, "layer is a str")
-    expect(tensors, Mapping, "the tensors of a layer are a mapping from their names")
+    expect(layer, str, "layer must be a str")
+    expect(tensors, Mapping, "the tensors of a layer must be a mapping from their names")
     owned = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             types = f"from {type(name).__name__} to {type(tensor).__name__}"
-            msg = f"layer {layer!r}: tensors are a dict from str to Tensor, got an item {types}"
+            msg = f"layer {layer!r}: tensors must be a dict from str to Tensor, got an item {types}"
             raise HookTypeError(msg)
         if "/" in name or not name:
             msg = (
-                f"layer {layer!r}: the name of a tensor has no slash and is not empty, got {name!r}"
+                f"layer {layer!r}: the name of a tensor must not be empty or contain a slash, got "
+                f"{name!r}"
             )
             raise ValueError(msg)
         if tensor.layout != torch.strided:
-            msg = f"layer {layer!r}: {name!r} is of layout {tensor.layout}: store its to_dense()"
+            msg = f"layer {layer!r}: {name!r} has layout {tensor.layout}: store its to_dense()"
             raise HookTypeError(msg)
         if tensor.dtype not in tensor_files.FORMATS:
-            msg = f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors lacks"
+            msg = (
+                f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors does not "
+                "support"
+            )
             raise HookTypeError(msg)
         moved = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         shared = copy and moved.data_ptr() == tensor.data_ptr()

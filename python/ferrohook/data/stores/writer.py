@@ -149,8 +149,8 @@ class Writer:
 
     def _fail(self, shard: Shard, error: Exception) -> None:
         msg = (
-            f"writing {shard} to {self._folder_lock.folder} failed: {error}. Everything before "
-            "it is stored: make room or repair the folder, reopen the store and go on with it"
+            f"writing {shard} to {self._folder_lock.folder} failed: {error}. Everything before it "
+            "is stored: make room or repair the folder, then reopen the store and continue"
         )
         with self._lock:
             self._error = StoreError(msg)
