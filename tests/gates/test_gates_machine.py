@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 WIDTH = 8
 VOCABULARY = 32
@@ -159,7 +159,9 @@ def conditions(names: list[str]) -> Any:
     simple = st.one_of(
         st.builds(fh.above, name, st.one_of(numbers, name)),
         st.builds(fh.below, name, st.one_of(numbers, name)),
-        st.builds(lambda gate, a, b: fh.between(gate, min(a, b), max(a, b)), name, numbers, numbers),
+        st.builds(
+            lambda gate, a, b: fh.between(gate, min(a, b), max(a, b)), name, numbers, numbers
+        ),
     )
     return st.recursive(
         simple,
@@ -189,9 +191,7 @@ def scenes(draw: Any) -> Scene:
         elif draw(st.booleans()):
             strength = draw(numbers)
         vector = draw(vectors)
-        hook = draw(
-            st.sampled_from([fh.Add(vector), fh.Ablate(vector), fh.Scale(0.5), fh.Zero()])
-        )
+        hook = draw(st.sampled_from([fh.Add(vector), fh.Ablate(vector), fh.Scale(0.5), fh.Zero()]))
         entries.append(Change(place, hook, draw(st.sampled_from([*ATS])), when, strength))
     return Scene(entries)
 
@@ -231,19 +231,17 @@ class ByHand:
                 self.kept[gate.name][position] = math.nan if value is None else float(value)
 
     def value(self, gate: Gate, position: int) -> Tensor | None:
-        if gate.lag:
-            if position < self.prompt:
-                return None
-            position -= 1
-        if gate.over == "prompt":
-            if position < self.prompt - 1:
-                return None
-            position = self.prompt - 1
-        read = [value for at, value in sorted(self.read[gate.name].items()) if at <= position]
-        if gate.over == "token":
-            return self.read[gate.name].get(position)
-        if not read:
+        """Value of a gate at a position; None if it is unknown."""
+        last = self.prompt - 1 if gate.over == "prompt" else position - gate.lag
+        if position < last or (gate.lag and position < self.prompt):
             return None
+        if gate.over == "token":
+            return self.read[gate.name].get(last)
+        read = [value for at, value in sorted(self.read[gate.name].items()) if at <= last]
+        return self._aggregated(gate, read) if read else None
+
+    @staticmethod
+    def _aggregated(gate: Gate, read: list[Tensor]) -> Tensor | None:
         if isinstance(gate.over, type(fh.ema(0.5))):
             average = read[0]
             for each in read[1:]:
@@ -272,11 +270,13 @@ class ByHand:
             if settles in sides:
                 return settles
             return None if None in sides else not settles
+        return self._compared(condition, position)
+
+    def _compared(self, condition: Any, position: int) -> bool | None:
         value = self.value(self.gates[condition.gate], position)
         low, high = (self.bound(it, position) for it in (condition.low, condition.high))
-        if value is None or (condition.low is not None and low is None):
-            return None
-        if condition.high is not None and high is None:
+        bounds = [(condition.low, low), (condition.high, high)]
+        if value is None or any(given is not None and it is None for given, it in bounds):
             return None
         for bound in (low, high):
             assume(bound is None or abs(float(value) - float(bound)) > MARGIN or value is bound)
@@ -312,8 +312,6 @@ class Alone:
 
     def __init__(self, scene: Scene, text: list[int], prompt: int, new: int) -> None:
         """Runs `text`, whose first tokens are the prompt; then `new` tokens greedily."""
-        import transformers
-
         by_hand, cache = ByHand(scene, prompt), transformers.DynamicCache()
         self.logits, self.text = [], [*text]
         pending = [torch.tensor(text[:prompt]), *torch.tensor(text[prompt:])[:, None]]
@@ -368,8 +366,6 @@ def opened(scene: Scene, model: Any) -> Any:
 @run_settings
 def test_calls_with_a_cache(scene: Scene, text: list[int], later: list[int], data: Any) -> None:
     """A prompt, then token by token; or the prompt in chunks, with its length given."""
-    import transformers
-
     model, alone = model_of(hooked=True), Alone(scene, text + later, len(text), 0)
     cache, chunks, logits = transformers.DynamicCache(), [text], []
     lagging = any(isinstance(it, Gate) and it.lag for it in scene.entries)
@@ -379,7 +375,8 @@ def test_calls_with_a_cache(scene: Scene, text: list[int], later: list[int], dat
     prepared = scene.plan().prepare(model)
     with prepared.open(prompt=len(text)) as request:
         for ids in [*chunks, *([each] for each in later)]:
-            logits.append(model(torch.tensor([ids]), past_key_values=cache).logits[0])
+            output = model(torch.tensor([ids]), past_key_values=cache)
+            logits.append(output.logits[0])
     alone.check(torch.cat(logits))
     alone.check_kept(request.acts)
 
@@ -408,8 +405,6 @@ def test_generate_with_padding(scene: Scene, rows: list[list[int]], new: int) ->
 @run_settings
 def test_members_of_a_batch(data: Any, texts: list[list[int]]) -> None:
     """Requests with plans of their own that share forwards: the prompts, then tokens together."""
-    import transformers
-
     model = model_of(hooked=True)
     drawn = [data.draw(scenes()) for _ in texts]
     new = data.draw(st.integers(0, 3))

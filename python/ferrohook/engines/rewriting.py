@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.engines.model.step_values import check_slice, check_width
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.needs import CHANGES, BackEnd
+from ferrohook.plans.entries import Entry, HookEntry, KeepEntry
+from ferrohook.plans.needs import CHANGES, GATES, BackEnd
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from ferrohook.effects.intervention import Intervention
     from ferrohook.engines.model.modules import ModuleTable
 
+_NO_GATES: Final = "this engine evaluates no gates, conditions and strengths"
 _CROSSING: Final = {
     "at function": "at is a function, and a plan crosses processes as JSON",
+    "gate": _NO_GATES,
+    "strength": _NO_GATES,
+    "when": _NO_GATES,
     "cut rows": "slice of keep in an engine begins with ... or slice(None): all tokens",
     "gradients": "an engine computes no gradients",
     "not finite": "its hook has NaN or infinities",
@@ -44,7 +48,8 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     names: set[str] = set()
     for number, entry in enumerate(plan.entries):
         try:
-            entries += [_tokens_first(each, modules) for each in _rewritten(entry, modules)]
+            own = _without_gates(entry, modules)
+            entries += [_tokens_first(each, modules) for each in _rewritten(own, modules)]
             if isinstance(entry, KeepEntry):
                 kept = {*map(entry.name_of, modules.selected(entry.what))}
                 _check_names(names & kept)
@@ -66,6 +71,13 @@ def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookE
     if rest is not None:
         moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
     return moved
+
+
+def _without_gates(entry: Entry, modules: ModuleTable) -> HookEntry | KeepEntry:
+    """Returns an entry unless it is a gate or depends on one, which is refused before all else."""
+    if not entry.needs.isdisjoint(GATES):
+        _check(entry, modules)
+    return cast("HookEntry | KeepEntry", entry)
 
 
 def _tokens_first(entry: HookEntry | KeepEntry, modules: ModuleTable) -> HookEntry | KeepEntry:
@@ -177,7 +189,7 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTa
             latest[name] = place
 
 
-def _check(entry: HookEntry | KeepEntry, modules: ModuleTable) -> None:
+def _check(entry: Entry, modules: ModuleTable) -> None:
     """Validates that an engine serves an entry.
 
     Raises:

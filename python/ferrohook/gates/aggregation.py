@@ -104,14 +104,16 @@ def aggregated(over: Over, by: By, readings: Tensor, counts: list[int]) -> Tenso
         float32, (values,).
     """
     last = torch.tensor(counts, device=readings.device) - 1
+    # The repeat of a checkpointed forward finds readings of later tokens too.
+    readings = readings[: max(counts)]
     if isinstance(over, Ema):
-        return _moving(over.decay, readings, max(counts))[last]
+        return _moving(over.decay, readings)[last]
     if over == "token" or by == "last":
         return readings[last]
     if isinstance(over, Window):
         windows = readings.unfold(0, over.size, 1)
         return _reduced(by, windows)[last - (over.size - 1)]
-    return _cumulative(by, readings[: max(counts)])[last]
+    return _cumulative(by, readings)[last]
 
 
 def _reduced(by: By, windows: Tensor) -> Tensor:
@@ -131,9 +133,9 @@ def _cumulative(by: By, readings: Tensor) -> Tensor:
     return (readings.to(torch.float64).cumsum(0) / count).to(readings.dtype)
 
 
-def _moving(decay: float, readings: Tensor, count: int) -> Tensor:
-    """Returns the moving average after each of the first readings."""
+def _moving(decay: float, readings: Tensor) -> Tensor:
+    """Returns the moving average after each reading."""
     averages = [readings[0]]
-    for reading in readings[1:count].unbind():
+    for reading in readings[1:].unbind():
         averages.append(decay * averages[-1] + (1 - decay) * reading)
     return torch.stack(averages)

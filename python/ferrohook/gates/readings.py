@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect
@@ -142,7 +143,8 @@ class Dot(Reading):
 
     def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
         # Not a product of matrices: autocast runs those in lower precision.
-        return (vectors * _in(vectors, self.direction)).sum(-1) + self.bias
+        read: Tensor = (vectors * _in(vectors, self.direction)).sum(-1) + self.bias
+        return read
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -177,9 +179,8 @@ class Cosine(Reading):
         if self.projected:
             along = (vectors * direction).sum(-1, keepdim=True) / (direction * direction).sum()
             direction = (along * direction).tanh()
-        lengths = vectors.norm(dim=-1) * direction.norm(dim=-1)
-        cosine = (vectors * direction).sum(-1) / lengths
-        return torch.where(lengths == 0, torch.zeros_like(cosine), cosine)
+        lengths = vector_norm(vectors, dim=-1) * vector_norm(direction, dim=-1)
+        return (vectors * direction).sum(-1) / lengths.where(lengths > 0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -187,7 +188,7 @@ class Norm(Reading):
     """Euclidean length of the vector."""
 
     def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
-        return vectors.norm(dim=-1)
+        return vector_norm(vectors, dim=-1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -230,7 +231,9 @@ class Probe(Reading):
             raise HookTypeError(msg)
         self._keep("weights", self.weights)
         self._check_bias()
-        widths = {getattr(self, it).shape[-1] for it in self.tensors if getattr(self, it) is not None}
+        widths = {
+            getattr(self, it).shape[-1] for it in self.tensors if getattr(self, it) is not None
+        }
         if len(widths) > 1:
             msg = f"weights, mean and scale of Probe must have one width, got {sorted(widths)}"
             raise HookTypeError(msg)
@@ -246,7 +249,7 @@ class Probe(Reading):
             self._number("bias")
             return
         shape = self.weights.shape[:-1]
-        if self.bias.shape not in {shape, (1,) if not shape else shape}:
+        if self.bias.shape not in {shape, shape or (1,)}:
             msg = f"bias of Probe must have the shape {tuple(shape)}, got {tuple(self.bias.shape)}"
             raise HookTypeError(msg)
         self._keep("bias", self.bias.reshape(shape))
@@ -306,4 +309,5 @@ class Entropy(Reading):
     """Entropy of the distribution of the next token, in nats. For a place of raw logits."""
 
     def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
-        return torch.special.entr(vectors.softmax(-1)).sum(-1)
+        entropy: Tensor = torch.special.entr(vectors.softmax(-1)).sum(-1)
+        return entropy

@@ -186,15 +186,13 @@ def _counts(
         length = prompt or 0
         asked = any(it >= length - 1 for it in positions)
         if asked:
-            _check_read(gate, row, length - 1, prompt)
+            _check_read(gate, row, [length - 1], prompt)
         count = bisect_left(row.positions, length)
-        return readings, [
-            (count or None) if it >= length - 1 else None for it in positions
-        ]
+        return readings, [(count or None) if it >= length - 1 else None for it in positions]
     at = [it - gate.lag if not gate.lag or it >= (prompt or 0) else None for it in positions]
     own = [it for it in at if it is not None]
     if own:
-        _check_read(gate, row, max(own), prompt, own if gate.over == "token" else None, min(own))
+        _check_read(gate, row, own, prompt)
     counts: list[int | None] = []
     least = gate.over.size if isinstance(gate.over, Window) else 1
     for each in at:
@@ -205,42 +203,34 @@ def _counts(
     return readings, counts
 
 
-def _check_read(
-    gate: GateEntry,
-    row: _Row,
-    last: int,
-    prompt: int | None,
-    only: list[int] | None = None,
-    first: int = 0,
-) -> None:
-    """Validates that the gate has read the tokens that values depend on.
+def _check_read(gate: GateEntry, row: _Row, wanted: list[int], prompt: int | None) -> None:
+    """Validates that a gate has read the tokens that its values depend on.
 
     Args:
         gate: the gate.
         row: readings of their sequence.
-        last: position of the last token.
+        wanted: positions of the tokens whose values are wanted.
         prompt: length of the prompt.
-        only: positions of the only tokens that matter; None for all up to the last.
-        first: position of the first token whose value is wanted.
 
     Raises:
         HookError: it has not.
     """
-    if only is None and last < row.complete:
+    first, end = min(wanted), max(wanted) + 1
+    asked = sorted(wanted) if gate.over == "token" else [*range(row.complete, end)]
+    if not asked:
         return
-    asked = [*range(row.complete, last + 1)] if only is None else sorted(only)
     at = native_at(EVERYWHERE if gate.at is None else gate.at)
     counted = [asked[place] for place in places_at(at, asked, prompt)]
     read = {*row.positions}
     missing = [each for each in counted if each not in read]
-    if isinstance(gate.over, Window) and missing:
-        # Only the last tokens matter.
+    if not missing:
+        row.complete = row.complete if gate.over == "token" else end
+        return
+    if isinstance(gate.over, Window):  # only the last tokens matter
         needed = [each for each in counted if each <= first][-gate.over.size :]
         missing = [each for each in missing if each >= min(needed, default=first)]
-    elif only is None and not missing:
-        row.complete = last + 1
-    if not missing:
-        return
+        if not missing:
+            return
     where = f"position {missing[0]}" if len(missing) == 1 else f"positions from {missing[0]} on"
     if missing[0] >= first:
         msg = (

@@ -328,14 +328,14 @@ def on(  # noqa: PLR0913 (the options of `register`)
     check_at(at)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
-    options = {
+    options: dict[str, Any] = {
         "prepend": prepend,
         "with_kwargs": with_kwargs,
         "always_call": always_call,
         "priority": priority,
         "on_error": on_error,
     }
-    Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
+    Registry().register(phase, hook, **options)  # validates them
     if when is not None:
         check_condition(when)
     if strength is not None:
@@ -384,10 +384,6 @@ def keep(
     if label is not None:
         check_encodes(label, "label")
     options_of(**options)
-    entry = KeepEntry(what, None, label, {})
-    if entry.gates and (refused := options.keys() & _NOT_OF_GATES):
-        msg = f"{what!r} has one number for each token that the gate reads: leave out {min(refused)}"
-        raise HookTypeError(msg)
     at = options.pop("at", None)
     if (device := options.get("device")) is not None:
         options["device"] = str(torch.device(device))
@@ -397,7 +393,14 @@ def keep(
         for name, value in in_order.items()
         if value is not None and value is not _CAPTURE_DEFAULTS.get(name, False)
     }
-    return KeepEntry(what, at, label, chosen)
+    entry = KeepEntry(what, at, label, chosen)
+    given = chosen.keys() | ({"at"} if at is not None else set())
+    if entry.gates and (refused := given & _NOT_OF_GATES):
+        msg = (
+            f"{what!r} has one number for each token that its gate reads: leave out {min(refused)}"
+        )
+        raise HookTypeError(msg)
+    return entry
 
 
 def _shown(value: Any) -> str:

@@ -29,10 +29,10 @@ from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.gates.conditions import Ramp
 from ferrohook.gates.hooks import Choice, GateReader
 from ferrohook.gates.state import GateStates
+from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.quantity import hooked_places_of, places_of
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.effects.typed import Phase
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
 
@@ -134,26 +135,18 @@ class Prepared:
         guarded = {"": model} | parts
         guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
         self._contents.guard = guards[""]
-        names: set[str] = set()
-        for entry, places in zip(self.entries, found, strict=True):
-            if isinstance(entry, GateEntry):
-                self._contents.gates[entry.name] = GateReader(entry, *places.values())
+        self._contents.gates = {
+            entry.name: GateReader(entry, *places.values())
+            for entry, places in zip(self.entries, found, strict=True)
+            if isinstance(entry, GateEntry)
+        }
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
                 self._register(number, entry, places, attachment, gates)
-                continue
-            if isinstance(entry, GateEntry):
+            elif isinstance(entry, GateEntry):
                 self._read(number, entry, places, attachment)
-                continue
-            kept = {entry.name_of(name): place for name, place in places.items()}
-            if twice := names & kept.keys():
-                msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
-                raise HookError(msg)
-            if entry.gates:
-                self._keep_gate(entry, *entry.gates)
             else:
-                self._keep(model, number, entry, kept, found)
-            names |= kept.keys()
+                self._capture(model, number, entry, found)
         if ats := self._contents.ats:
             name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
@@ -216,15 +209,23 @@ class Prepared:
             )
             self._contents.handles += zip(group.modules, handles, strict=True)
 
-    def _keep(
-        self,
-        model: nn.Module,
-        number: int,
-        entry: KeepEntry,
-        places: dict[str, Place],
-        found: list[dict[str, Place]],
+    def _capture(
+        self, model: nn.Module, number: int, entry: KeepEntry, found: list[dict[str, Place]]
     ) -> None:
+        """Registers the recorders of an entry, or has a gate give its values."""
         captures = self._contents.captures
+        places = {entry.name_of(name): place for name, place in found[number].items()}
+        names = [entry.name_of(str(entry.what))] if entry.gates else [*places]
+        if twice := {*names} & {name for capture in captures for name in capture.places}:
+            msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
+            raise HookError(msg)
+        if entry.gates:
+            (gate,) = entry.gates
+            self._contents.gates[gate].kept.append(len(captures))
+            options = options_of(**entry.options)
+            collector = Collector(names, stop=None, **options.collector)
+            captures.append(Recorders({names[0]: 0}, options, collector, [], {}, {}))
+            return
         mask = self._mask(entry)
         captures.append(
             Recorders.begin(
@@ -244,19 +245,11 @@ class Prepared:
         (place,) = places.values()
         mask = cast("int", self._mask(entry))
         hook = GateHook(self._contents.gates[entry.name], place.part, mask)
-        phase = "forward_pre" if place.inputs else "forward"
+        phase: Phase = "forward_pre" if place.inputs else "forward"
         handles = attachment.register(
             [place.module], phase, hook, scope=self._frame, names=[place.path], entry=number
         )
         self._contents.handles += zip(places, handles, strict=True)
-
-    def _keep_gate(self, entry: KeepEntry, gate: str) -> None:
-        """Has the values of a gate captured."""
-        captures = self._contents.captures
-        self._contents.gates[gate].kept.append(len(captures))
-        name, options = entry.name_of(str(entry.what)), options_of(**entry.options)
-        collector = Collector([name], stop=None, **options.collector)
-        captures.append(Recorders({name: 0}, options, collector, [], {}, {}))
 
     def _mask(self, entry: Entry) -> int | None:
         """Returns the index of an entry's positions in the plan; None if it needs none."""
@@ -553,7 +546,11 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         raise HookError(msg)
     ((name, place),) = places.items()
     width = place.shape[-1] if place.shape is not None and place.head is None else None
-    if width is not None and len(place.shape or ()) == _VECTORS and entry.reading.width not in {None, width}:
+    if (
+        width is not None
+        and len(place.shape or ()) == _VECTORS
+        and entry.reading.width not in {None, width}
+    ):
         msg = f"{entry.reading!r} reads vectors of width {entry.reading.width}, {name} has {width}"
         raise HookTypeError(msg)
 
@@ -608,9 +605,7 @@ def _priority_of_keep(
     return priority + 1 if rank < 0 else priority
 
 
-def _check_order(
-    entries: Sequence[Entry], found: Sequence[Mapping[str, Place]]
-) -> None:
+def _check_order(entries: Sequence[Entry], found: Sequence[Mapping[str, Place]]) -> None:
     """Validates that entries on a pattern run in their order: all at positions, or none.
 
     Raises:

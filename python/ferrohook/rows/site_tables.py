@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
-    from ferrohook.plans.entries import KeepEntry
+    from ferrohook.plans.entries import Entry
     from ferrohook.tokens.positions import At
 
+_NO_GATES: Final = "sites evaluate no gates, conditions and strengths"
 BACK_END: Final = BackEnd(
     frozenset(
         {"add", "at", "at function", "change", "not finite", "output_index"}
@@ -52,6 +53,9 @@ BACK_END: Final = BackEnd(
     ),
     {
         "inputs": "sites run after modules: they have no inputs",
+        "gate": _NO_GATES,
+        "strength": _NO_GATES,
+        "when": _NO_GATES,
         "python": "sites do not run Python",
         "table": "sites add only vectors of one dimension",
         "trained": "sites add only vectors that are not trained",
@@ -405,7 +409,7 @@ class Sites(SitesBase):
     def _check_entry(
         self,
         number: int,
-        entry: HookEntry | KeepEntry,
+        entry: Entry,
         found: dict[str, Place],
         needs: frozenset[str],
     ) -> None:

@@ -18,7 +18,7 @@ from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.entries import Entry, KeepEntry
 from ferrohook.quantity import Quantities
 from ferrohook.quantity.resolving import matching
 
@@ -429,7 +429,7 @@ class ModuleTable:
             return plan
         return Plan(*(self._moved(entry) for entry in plan.entries))
 
-    def _moved(self, entry: HookEntry | KeepEntry) -> HookEntry | KeepEntry:
+    def _moved(self, entry: Entry) -> Entry:
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 

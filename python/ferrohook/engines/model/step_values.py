@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ferrohook.attach.attention import is_point
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.parts import part_of
-from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.entries import Entry, HookEntry, KeepEntry
 from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import parts, rebuilt, tensors_in
 
@@ -121,7 +121,7 @@ class StepValues(NamedTuple):
     head: Collection[nn.Module] = ()
     """Modules that see other rows than the step, in `dim`."""
 
-    def refusal(self, name: str, place: Place, entry: HookEntry | KeepEntry) -> str | None:
+    def refusal(self, name: str, place: Place, entry: Entry) -> str | None:
         """Returns why an entry of a plan does not fit one of its places; None if it may.
 
         Args:
@@ -138,15 +138,15 @@ class StepValues(NamedTuple):
             return str(error)
         return None
 
-    def _check_point(self, name: str, place: Place, entry: HookEntry | KeepEntry) -> None:
+    def _check_point(self, name: str, place: Place, entry: Entry) -> None:
         shape = place.shape
         if isinstance(entry, KeepEntry) and shape is not None and place.head is None:
             tokens_first = shape[self.dim :] if entry.at is not None else shape
             dim = 0 if entry.at is not None else self.dim
             check_slice(entry.options.get("slice"), f"tensor at {name!r}", tokens_first, dim)
 
-    def _check(self, name: str, place: Place, entry: HookEntry | KeepEntry, call: StepCall) -> None:
-        if isinstance(entry, KeepEntry):
+    def _check(self, name: str, place: Place, entry: Entry, call: StepCall) -> None:
+        if not isinstance(entry, HookEntry):
             inputs, part = place.inputs, place.part
         elif isinstance(entry.hook, Intervention):
             inputs = place.inputs or entry.phase == "forward_pre"

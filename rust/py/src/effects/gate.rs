@@ -46,6 +46,11 @@ impl Native for GateHook {
         matches!(phase, Phase::Forward | Phase::ForwardPre)
     }
 
+    // The repeat of a checkpointed forward reads again, as autograd expects what the forward saved.
+    fn runs_python(&self) -> bool {
+        true
+    }
+
     fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }

@@ -1,0 +1,451 @@
+"""Gates: what is refused, NaN, order, gradients, checkpoints, graphs, heads, structures."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ferrohook as fh
+from support.language_models import language_model
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH = 8
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # names of older versions
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+UP, DOWN = torch.eye(WIDTH)[0], -torch.eye(WIDTH)[0]
+LAYERS = "model.layers"
+
+
+@functools.cache
+def model() -> Any:
+    return language_model("llama", WIDTH).requires_grad_(requires_grad=False)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(request: pytest.FixtureRequest) -> Any:
+    with torch.set_grad_enabled("gradients" in request.node.name):
+        yield
+
+
+def hidden(plan: fh.Plan, ids: Tensor = IDS, layer: int = 1) -> Tensor:
+    """Output of a layer with a plan."""
+    return fh.run(model(), ids, plan=plan + fh.Plan(fh.keep(f"{LAYERS}.{layer}"))).acts[
+        f"{LAYERS}.{layer}"
+    ]
+
+
+def plain(layer: int = 1) -> Tensor:
+    return fh.run(model(), IDS, capture=f"{LAYERS}.{layer}").acts[f"{LAYERS}.{layer}"]
+
+
+GATE = fh.gate("g", f"{LAYERS}.0", fh.Dot(UP))
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: fh.gate("", "x", fh.Norm()), ValueError, "must not be empty"),
+    (lambda: fh.gate(3, "x", fh.Norm()), fh.HookTypeError, "name of a gate must be a str, got int"),
+    (lambda: fh.gate("g", "x", UP), fh.HookTypeError, "reading must be one"),
+    (lambda: fh.gate("g", "x", fh.Norm(), over="all"), ValueError, "over must be one of 'token'"),
+    (lambda: fh.gate("g", "x", fh.Norm(), by="sum"), ValueError, "by must be one of 'max'"),
+    (lambda: fh.gate("g", "x", fh.Norm(), lag=2), ValueError, "lag must be 0 or 1"),
+    (
+        lambda: fh.gate("g", "x", fh.Norm(), over="prompt", lag=1),
+        ValueError,
+        "0 with over='prompt'",
+    ),
+    (lambda: fh.gate("g", "x", fh.Norm(), at="start"), ValueError, "start"),
+    (lambda: fh.window(0), ValueError, "size must be at least 1"),
+    (lambda: fh.ema(1.0), ValueError, "below 1, got 1.0"),
+    (lambda: fh.ema("x"), fh.HookTypeError, "decay must be a number"),
+    (lambda: fh.Dot(torch.zeros(2, 2)), fh.HookTypeError, "must be a vector of floating point"),
+    (lambda: fh.Dot(torch.zeros(2), float("nan")), ValueError, "bias of Dot must be finite"),
+    (lambda: fh.Cosine(torch.zeros(3)), ValueError, "must not be zero"),
+    (lambda: fh.Cosine(UP, projected=1), fh.HookTypeError, "projected of Cosine must be a bool"),
+    (lambda: fh.Probe(UP, index=0), ValueError, "none for weights of one class"),
+    (lambda: fh.Probe(torch.ones(2, 3)), ValueError, "must be 0 to 1, got None"),
+    (lambda: fh.Probe(torch.ones(2, 3), index=2), ValueError, "must be 0 to 1, got 2"),
+    (lambda: fh.Probe(UP, mean=torch.ones(3)), fh.HookTypeError, "one width, got [3, 8]"),
+    (lambda: fh.Probe(torch.ones(2, 3), UP, index=0), fh.HookTypeError, "shape (2,), got (8,)"),
+    (lambda: fh.TokenProbability([]), ValueError, "each once, got []"),
+    (lambda: fh.TokenProbability([1, 1]), ValueError, "each once"),
+    (lambda: fh.TokenProbability(["a"]), fh.HookTypeError, "a list of ints"),
+    (lambda: fh.above("g", float("inf")), ValueError, "threshold must be finite"),
+    (lambda: fh.above("g", None), fh.HookTypeError, "threshold must be a number"),
+    (lambda: fh.between("g", 2, 1), ValueError, "not be greater than high"),
+    (lambda: fh.ramp("g", 1, 1), ValueError, "must differ"),
+    (lambda: bool(fh.above("g", 1)), fh.HookTypeError, "combine conditions with &, | and ~"),
+    (lambda: fh.above("g", 1) or fh.below("g", 0), fh.HookTypeError, "no truth value"),
+    (lambda: fh.on("x", fh.Zero(), when=True), fh.HookTypeError, "when must be a condition"),
+    (lambda: fh.on("x", fh.Zero(), strength="1"), fh.HookTypeError, "strength must be a number"),
+    (lambda: fh.on("x", fh.Zero(), strength=float("nan")), ValueError, "strength must be finite"),
+    (
+        lambda: fh.on("x", fh.ForwardHook(print), when=fh.above("g", 1)),
+        fh.HookTypeError,
+        "an intervention in a forward phase",
+    ),
+    (lambda: fh.keep("@gate.g", at="prompt"), fh.HookTypeError, "leave out at"),
+    (lambda: fh.keep("@gate.g", grads=True), fh.HookTypeError, "leave out grads"),
+    (lambda: fh.Plan(GATE, GATE), fh.HookError, "two gates of the plan are called 'g'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_bad_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+UNPREPARED: list[tuple[list[Any], type[Exception], str]] = [
+    (
+        [fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0))],
+        fh.HookError,
+        "entry 0: the plan has no gate 'g'; it has none",
+    ),
+    ([GATE, fh.keep("@gate.h")], fh.HookError, "entry 1: the plan has no gate 'h'; it has 'g'"),
+    ([fh.gate("g", f"{LAYERS}.*", fh.Norm())], fh.HookError, "reads one place"),
+    (
+        [fh.gate("g", "@resid_post.0", fh.Dot(torch.ones(3)))],
+        fh.HookTypeError,
+        "width 3, @resid_post.0 has 8",
+    ),
+    ([GATE, fh.keep("@gate.g"), fh.keep("@gate.g")], fh.HookError, "keeps '@gate.g' again"),
+    ([fh.gate("g", "missing", fh.Norm())], fh.SelectionError, "missing"),
+]
+
+
+@pytest.mark.parametrize(("entries", "error", "words"), UNPREPARED)
+def test_plans_are_refused_as_they_are_prepared(
+    entries: list[Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        fh.Plan(*entries).prepare(model())
+    assert words in str(caught.value)
+    assert not fh.hooks(model())
+
+
+def test_a_model_without_tokens_is_refused() -> None:
+    images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    plan = fh.Plan(fh.gate("g", "0", fh.Norm()), fh.keep("@gate.g"))
+    with pytest.raises(fh.HookError, match="neither input_ids nor inputs_embeds"):
+        fh.run(images, torch.zeros(1, 3, 2, 2), plan=plan)
+
+
+def test_a_strength_without_a_gate_needs_no_tokens() -> None:
+    images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    x = torch.randn(1, 3, 2, 2)
+    plan = fh.Plan(fh.on("0", fh.Zero(), strength=0.25), fh.keep("0"))
+    got = fh.run(images, x, plan=plan).acts["0"]
+    torch.testing.assert_close(got, images[0](x) * 0.75)
+    function = fh.Plan(fh.on("0", lambda _m, _a, out: out + 4, strength=0.5), fh.keep("0"))
+    torch.testing.assert_close(fh.run(images, x, plan=function).acts["0"], images[0](x) + 2)
+
+
+@pytest.mark.parametrize(
+    ("reading", "words"),
+    [(fh.Dot(torch.ones(3)), "width 3, got 8"), (fh.TokenProbability([99]), "99 is out of range")],
+)
+def test_a_reading_that_does_not_fit_names_the_gate(reading: Any, words: str) -> None:
+    plan = fh.Plan(fh.gate("g", f"{LAYERS}.0", reading), fh.keep("@gate.g"))
+    with pytest.raises(fh.HookTypeError, match=words) as caught:
+        fh.run(model(), IDS, plan=plan)
+    assert any("gate 'g'" in note for note in caught.value.__notes__)
+
+
+def test_nan_fails_the_request() -> None:
+    plan = fh.Plan(
+        fh.on(f"{LAYERS}.0", fh.Replace(torch.tensor(float("nan"))), at=2),
+        fh.gate("g", f"{LAYERS}.0", fh.Norm()),
+    )
+    with pytest.raises(fh.HookError, match="gate 'g' is NaN at position 2"):
+        fh.run(model(), IDS, plan=plan)
+
+
+def test_nan_fails_only_its_member_of_a_batch() -> None:
+    bad = fh.Plan(
+        fh.on(f"{LAYERS}.0", fh.Replace(torch.tensor(float("nan")))),
+        fh.gate("g", f"{LAYERS}.0", fh.Norm()),
+    )
+    good = fh.Plan(GATE, fh.keep("@gate.g"))
+    one, other = (plan.prepare(model()).open() for plan in (bad, good))
+    with fh.batch({one: [0], other: [1]}, dim=0):
+        model()(IDS.repeat(2, 1))
+    assert "gate 'g' is NaN" in str(one.error)
+    assert other.error is None
+    alone = fh.run(model(), IDS, plan=good).acts
+    torch.testing.assert_close(other.acts["@gate.g"], alone["@gate.g"])
+
+
+def test_a_gate_that_reads_later_is_refused_with_the_remedy() -> None:
+    entries = [
+        fh.gate("g", f"{LAYERS}.1", fh.Norm()),
+        fh.on(f"{LAYERS}.0", fh.Zero(), when=fh.above("g", 0)),
+    ]
+    with pytest.raises(fh.HookError, match=r"reads later in the forward .* give it lag=1"):
+        fh.run(model(), IDS, plan=fh.Plan(*entries))
+
+
+def test_a_later_gate_with_lag_acts_on_generated_tokens_only() -> None:
+    entries = [fh.gate("g", f"{LAYERS}.1", fh.Norm(), lag=1), fh.keep(f"{LAYERS}.0", calls="all")]
+    kept = []
+    for options in ({"when": fh.above("g", 0)}, {"at": "generated"}):
+        plan = fh.Plan(entries[0], fh.on(f"{LAYERS}.0", fh.Zero(), **options), entries[1])
+        with plan.open(model()) as request:
+            model().generate(IDS, max_new_tokens=4, do_sample=False)
+        kept.append(torch.cat([*request.acts[f"{LAYERS}.0"]], 1))
+    assert torch.equal(*kept)
+    assert kept[0][0].any(-1).tolist() == [True] * 5 + [False] * 3
+
+
+def test_tokens_that_ran_before_the_request_are_missed() -> None:
+    cache = transformers.DynamicCache()
+    model()(IDS, past_key_values=cache)
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Norm(), over="so_far"),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0)),
+    )
+    with (
+        pytest.raises(fh.HookError, match="did not read the tokens at positions from 0 on"),
+        plan.prepare(model()).open(prompt=5),
+    ):
+        model()(IDS[:, :1], past_key_values=cache)
+
+
+def test_a_window_needs_its_own_tokens_only() -> None:
+    cache = transformers.DynamicCache()
+    model()(IDS, past_key_values=cache)
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Norm(), over=fh.window(2), at=slice(5, None)),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0)),
+        fh.keep(f"{LAYERS}.1"),
+        fh.keep("@gate.g"),
+    )
+    with plan.prepare(model()).open(prompt=5) as request:
+        model()(IDS[:, :3], past_key_values=cache)
+    assert request.acts[f"{LAYERS}.1"][0].any(-1).tolist() == [True, False, False]
+    assert request.acts["@gate.g"].isnan().tolist() == [True, False, False]
+
+
+def test_a_token_that_runs_again_has_its_first_reading() -> None:
+    """A later entry of the same forward would change what is read: the stored reading counts."""
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Norm()),
+        fh.keep("@gate.g"),
+        fh.on(f"{LAYERS}.1", fh.Add(UP), when=fh.above("g", 0.0)),
+    )
+    cache = transformers.DynamicCache()
+    with plan.prepare(model()).open(prompt=5) as request:
+        model()(IDS, past_key_values=cache)
+        first = request.acts["@gate.g"].clone()
+        cache.crop(3)
+        model()(IDS[:, 3:], past_key_values=cache)
+        again = request.acts["@gate.g"]
+    assert torch.equal(first[3:], again[3:])
+
+
+def test_gradients_reach_values_and_not_comparisons() -> None:
+    own = copy.deepcopy(model()).requires_grad_(requires_grad=False)
+    embedded = own.get_input_embeddings()(IDS).detach().requires_grad_()
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP)),
+        fh.on(f"{LAYERS}.1", fh.Add(UP), strength=fh.ramp("g", -50.0, 50.0)),
+    )
+
+    def gradient(run: Any) -> Tensor:
+        embedded.grad = None
+        run().logits.square().sum().backward()
+        assert embedded.grad is not None
+        return embedded.grad.clone()
+
+    def by_plan() -> Any:
+        with plan.open(own):
+            return own(inputs_embeds=embedded)
+
+    def by_hand() -> Any:
+        read: list[Tensor] = []
+        one = own.get_submodule(f"{LAYERS}.0").register_forward_hook(
+            lambda _m, _a, out: read.append(out[..., 0])
+        )
+        two = own.get_submodule(f"{LAYERS}.1").register_forward_hook(
+            lambda _m, _a, out: out + (((read[0] + 50) / 100).clamp(0, 1))[..., None] * UP
+        )
+        try:
+            return own(inputs_embeds=embedded)
+        finally:
+            one.remove()
+            two.remove()
+
+    torch.testing.assert_close(gradient(by_plan), gradient(by_hand))
+    compared = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP)),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", -1e9)),
+    )
+    with compared.open(own):
+        assert (
+            not own(inputs_embeds=embedded).logits.requires_grad
+            or not gradient(lambda: own(inputs_embeds=embedded)).any()
+        )
+
+
+def test_gradients_through_a_checkpoint_repeat_the_decisions() -> None:
+    own = copy.deepcopy(model())
+    for layer in own.model.layers:
+        layer.register_forward_pre_hook(lambda _m, _a: None)
+    embedded = own.get_input_embeddings()(IDS).detach().requires_grad_()
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP), over="so_far", by="mean"),
+        fh.on(f"{LAYERS}.0.mlp", fh.Scale(0.5), at=0),
+        fh.on(f"{LAYERS}.1", fh.Scale(0.5), when=fh.above("g", 0.0)),
+    )
+    gradients = []
+    for repeated in (False, True):
+        embedded.grad = None
+        with plan.open(own):
+            call = functools.partial(own.model, inputs_embeds=embedded, use_cache=False)
+            output = checkpoint(call, use_reentrant=False) if repeated else call()
+            output.last_hidden_state.square().sum().backward()
+        gradients.append(embedded.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_compiled_model_breaks_the_graph_and_agrees() -> None:
+    own = copy.deepcopy(model())
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP)),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0.0)),
+        fh.keep("@gate.g"),
+    )
+    eager = fh.run(own, IDS, plan=plan)
+    compiled = torch.compile(own, backend="eager")
+    with plan.open(own) as request:
+        output = compiled(IDS)
+    torch.testing.assert_close(output.logits, eager.output.logits)
+    torch.testing.assert_close(request.acts["@gate.g"], eager.acts["@gate.g"])
+
+
+def test_a_head_and_a_tuple_are_read() -> None:
+    plan = fh.Plan(
+        fh.gate("head", "@z.0.1", fh.Norm()),
+        fh.gate("all", "@z.0", fh.Norm()),
+        fh.gate("part", f"{LAYERS}.0.self_attn", fh.Norm(), output_index=0),
+        fh.gate("input", f"{LAYERS}.0.mlp", fh.Norm(), inputs=True),
+        *(fh.keep(f"@gate.{name}") for name in ("head", "all", "part", "input")),
+        fh.keep("@z.0"),
+    )
+    acts = fh.run(model(), IDS, plan=plan).acts
+    z = acts["@z.0"]
+    torch.testing.assert_close(acts["@gate.head"], z[0, :, 1].norm(dim=-1))
+    torch.testing.assert_close(acts["@gate.all"], z[0].flatten(1).norm(dim=-1))
+    own = fh.run(model(), IDS, capture=[f"{LAYERS}.0.self_attn"]).acts[f"{LAYERS}.0.self_attn"]
+    torch.testing.assert_close(acts["@gate.part"], own[0][0].norm(dim=-1))
+    with fh.capture(model(), f"{LAYERS}.0.mlp", inputs=True) as inputs:
+        model()(IDS)
+    torch.testing.assert_close(acts["@gate.input"], inputs[f"{LAYERS}.0.mlp"][0].norm(dim=-1))
+
+
+def test_a_module_that_returns_several_tensors_is_refused() -> None:
+    plan = fh.Plan(fh.gate("g", f"{LAYERS}.0.self_attn", fh.Norm()))
+    with pytest.raises(fh.HookTypeError, match="choose one with output_index"):
+        fh.run(model(), IDS, plan=plan)
+
+
+def test_plans_with_gates_are_data() -> None:
+    plan = fh.Plan(
+        fh.gate("a", f"{LAYERS}.0", fh.Probe(UP, 0.5, mean=UP, scale=UP + 1), over=fh.window(3)),
+        fh.gate("b", "lm_head", fh.TokenProbability([3, 1]), at="generated", lag=1, by="mean"),
+        fh.gate("c", f"{LAYERS}.0", fh.Cosine(UP, projected=True), over=fh.ema(0.9), inputs=True),
+        fh.on(
+            f"{LAYERS}.1",
+            fh.Add(UP),
+            when=(fh.above("a", "c") | ~fh.below("b", 0.1)) & fh.between("c", -1, 0.5),
+            strength=fh.ramp("c", 0.5, -0.5),
+        ),
+        fh.on(f"{LAYERS}.1", fh.Zero(), strength=0.5),
+        fh.keep("@gate.a", label="x"),
+    )
+    for made in (
+        fh.Plan.from_json(plan.to_json()),
+        pickle.loads(pickle.dumps(plan)),
+        copy.deepcopy(plan),
+    ):
+        assert made == plan
+        assert hash(made) == hash(plan)
+    assert plan != fh.Plan(*plan.entries[:-1])
+    text = repr(plan)
+    assert "((above('a', 'c') | ~below('b', 0.1)) & between('c', -1.0, 0.5))" in text
+    assert "ramp('c', 0.5, -0.5)" in text
+
+
+BAD_JSON: list[tuple[dict[str, Any], str]] = [
+    ({"name": "g", "what": "x"}, "'reading' is missing"),
+    ({"name": "g", "what": "x", "reading": {"type": "Add"}}, "type is one of Dot, Cosine"),
+    ({"name": "g", "what": "x", "reading": {"type": "Norm", "x": 1}}, "unknown key 'x'"),
+    ({"name": "g", "what": "x", "reading": {"type": "Norm"}, "over": {"window": 0}}, "at least 1"),
+    ({"name": "g", "what": "x", "reading": {"type": "Norm"}, "over": {"window": [1, 2]}}, "over"),
+    ({"name": "g", "what": "x", "reading": {"type": "Norm"}, "over": {"sum": 1}}, "unknown key"),
+    ({"name": "g", "what": "x", "reading": {"type": "Norm"}, "lag": 7}, "lag must be 0 or 1"),
+    ({"name": "g" * 2000, "what": "x", "reading": {"type": "Norm"}}, "at most 1024"),
+    (
+        {"name": "g", "what": "x", "reading": {"type": "TokenProbability", "ids": [1] * 5000}},
+        "at most 1024 ints",
+    ),
+    ({"name": "g", "what": "x", "reading": {"type": "Dot", "direction": [1.0]}}, "ints"),
+]
+
+
+@pytest.mark.parametrize(("entry", "words"), BAD_JSON)
+def test_bad_json_of_gates_is_refused(entry: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"entries\[0\]") as caught:
+        fh.Plan.from_json({"version": 1, "entries": [{"type": "gate", **entry}]})
+    assert words in str(caught.value)
+
+
+BAD_CONDITIONS: list[tuple[Any, str]] = [
+    ("x", "an object with one key"),
+    ({}, "an object with one key"),
+    ({"above": ["g", 1], "below": ["g", 2]}, "an object with one key"),
+    ({"above": ["g"]}, "above"),
+    ({"above": ["g", 1, 2, 3]}, "at most 3"),
+    ({"above": [1, 1]}, "must be a str"),
+    ({"and": [{"above": ["g", 1]}]}, "two conditions"),
+    ({"not": [{"above": ["g", 1]}]}, "an object with one key"),
+    (functools.reduce(lambda it, _: {"not": it}, range(40), {"above": ["g", 1]}), "16 deep"),
+]
+
+
+@pytest.mark.parametrize(("when", "words"), BAD_CONDITIONS)
+def test_bad_json_of_conditions_is_refused(when: Any, words: str) -> None:
+    entry = {"type": "on", "what": "x", "hook": {"type": "Zero"}, "when": when}
+    with pytest.raises(ValueError, match=r"entries\[0\]\.when") as caught:
+        fh.Plan.from_json({"version": 1, "entries": [entry]})
+    assert words in str(caught.value)
+
+
+def test_a_bad_strength_in_json_is_refused() -> None:
+    for strength in ({"ramp": ["g", 1, 1]}, {"ramp": ["g"]}, "x", {"slope": []}):
+        entry = {"type": "on", "what": "x", "hook": {"type": "Zero"}, "strength": strength}
+        with pytest.raises(ValueError, match=r"entries\[0\]"):
+            fh.Plan.from_json({"version": 1, "entries": [entry]})
+
+
+def test_sites_refuse_gates_by_name() -> None:
+    own = copy.deepcopy(model())
+    plans = {
+        "gates": fh.Plan(fh.gate("g", f"{LAYERS}.0", fh.Norm())),
+        "strengths": fh.Plan(fh.on(f"{LAYERS}.0", fh.Add(UP), strength=0.5)),
+    }
+    with fh.rows.sites(own, f"{LAYERS}.*", width=WIDTH, max_requests=2, max_rows=8):
+        for words, plan in plans.items():
+            request = plan.prepare(own).open()
+            with (
+                pytest.raises(fh.HookError, match=words),
+                fh.batch({request: [0]}, positions=torch.arange(1)),
+            ):
+                pass
