@@ -300,7 +300,11 @@ def test_a_plan_names_tensors_of_a_file() -> None:
         (fh.Plan(fh.keep("0")), "", "the plan keeps activations, which collect does not store"),
         (fh.Plan(fh.on("no", fh.Zero())), "", "entry 0 of the plan: nothing in Sequential matches"),
         (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, the output of '0'"),
-        (fh.Plan(fh.on("1", fh.Add(torch.ones(7)))), "", "a width of 7, the module's value has 3"),
+        (
+            fh.Plan(fh.on("1", fh.Add(torch.ones(7)))),
+            "",
+            "a width of 7, but the module's value has 3",
+        ),
         (fh.Plan(), "--tensors no.safetensors", "No such file or directory: no.safetensors"),
         (fh.Plan(), "--tensors x0.pt", "x0.pt is no file of safetensors"),
         (fh.Plan(), "--plan there.json", "No such file or directory: 'there.json'"),

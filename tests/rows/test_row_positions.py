@@ -101,7 +101,7 @@ def test_at(model: nn.Sequential, at: object, chosen: list[int], python: bool, l
 def test_the_length_of_a_prompt_is_remembered_or_refused(model: nn.Sequential) -> None:
     request = fh.Plan(fh.on("1", fh.Zero(), at="generated")).prepare(model).open()
     batch = fh.batch({request: 0}, positions=torch.tensor([0]))
-    with pytest.raises(fh.errors.RowsError, match="give lengths"), batch:
+    with pytest.raises(fh.errors.RowsError, match="pass lengths"), batch:
         pass
     for position, zero in ((1, False), (2, True)):
         lengths = {request: 2} if position == 1 else None
@@ -258,7 +258,7 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
     with pytest.raises(fh.errors.RowsError, match="has one prompt") as refused, batch:
         pass
     assert refused.value.member is request
-    with pytest.raises(fh.HookTypeError, match="lengths are an int, or ints"):
+    with pytest.raises(fh.HookTypeError, match="lengths must be one or several 64-bit ints"):
         fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: "3"})
     with fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: 3}):
         model(torch.randn(3, WIDTH))
@@ -346,7 +346,7 @@ def test_lengths_that_are_missing_are_refused_at_the_door(
         shapes = [(1,)] if sites else [(1,), (1, 1)]
         for shape in shapes:
             batch = fh.batch({request: 0}, positions=torch.zeros(shape, dtype=torch.long))
-            with pytest.raises(fh.errors.RowsError, match="give lengths") as refused, batch:
+            with pytest.raises(fh.errors.RowsError, match="pass lengths") as refused, batch:
                 pass
             assert refused.value.member is request
             assert not request.failed
@@ -359,5 +359,5 @@ def test_lengths_are_one_for_each_row_or_one_for_all(model: nn.Sequential) -> No
     batch = fh.batch({request: slice(0, 3)}, positions=positions, lengths=lengths)
     with pytest.raises(fh.errors.RowsError, match="2 prompts for a request with 3 rows"), batch:
         pass
-    with pytest.raises(fh.HookTypeError, match="of 64 bits"):
+    with pytest.raises(fh.HookTypeError, match="64-bit ints"):
         fh.batch({request: 0}, positions=torch.zeros(1, dtype=torch.long), lengths={request: 2**70})
