@@ -136,10 +136,10 @@ def test_a_plan_is_not_sent_to_a_server_without_plans() -> None:
     error = both(answering(completions=httpx.Response(200, json=TEXT)), KEEP)
     assert isinstance(error, RequestRefusedError)
     assert "the server serves no plans" in str(error)
-    refused = httpx.Response(501, json={"detail": "vllm 9.9 was not tried"})
+    refused = httpx.Response(501, json={"detail": "vllm 9.9 was not tested"})
     error = both(answering(capabilities=refused), KEEP)
     assert isinstance(error, RequestRefusedError)
-    assert "vllm 9.9 was not tried" in str(error)
+    assert "vllm 9.9 was not tested" in str(error)
     other = httpx.Response(200, json={**INFO, "engine": "another"})
     assert "the server is a 'another'" in str(both(answering(capabilities=other), KEEP))
 

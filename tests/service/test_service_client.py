@@ -112,6 +112,6 @@ def test_the_reason_of_fastapi_is_one_line() -> None:
     with (
         serving_app(app) as url,
         Client(url) as client,
-        pytest.raises(RequestRefusedError, match=r"422: body: .*a plan is an object, got int"),
+        pytest.raises(RequestRefusedError, match=r"422: body: .*a plan must be an object, got int"),
     ):
         client.call("POST", "/plan", 3)
