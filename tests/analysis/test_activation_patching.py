@@ -250,7 +250,11 @@ def test_bad_arguments_are_refused_and_leave_nothing(net: Net) -> None:
     refused(fh.HookTypeError, "over is 'position', 'head', both", over="positions")
     refused(fh.HookTypeError, "over='head' needs the number of heads", over="head")
     refused(fh.HookTypeError, "3 heads do not divide a width of 16", over="head", heads=3)
-    refused(fh.HookTypeError, "tokens has a label for each position: 5, got 1", tokens=["a"])
+    refused(
+        fh.HookTypeError,
+        "tokens must have a label for each of the 5 positions, got 1",
+        tokens=["a"],
+    )
     refused(
         fh.HookTypeError, r"tokens are labels of positions, and over=\(\)", tokens="abcde", over=()
     )

@@ -137,5 +137,7 @@ def test_models_without_logits_and_other_shapes_are_refused(net: Net) -> None:
         analysis.logit_lens(wider, ids, ["1", "2"])
     with pytest.raises(ValueError, match="top is at least 1, got 0"):
         analysis.logit_lens(net, ids, "blocks.*", top=0)
-    with pytest.raises(fh.HookTypeError, match="tokens has a label for each position: 5, got 1"):
+    with pytest.raises(
+        fh.HookTypeError, match="tokens must have a label for each of the 5 positions, got 1"
+    ):
         analysis.logit_lens(net, ids, "blocks.*", tokens=["a"])

@@ -328,13 +328,16 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (collect("--input", "x0.pt", "--batch-size", "0"), "--batch-size is at least 1, got 0"),
-        (collect("--input", "there.pt"), "there.pt is no file that torch.save wrote"),
+        (
+            collect("--input", "x0.pt", "--batch-size", "0"),
+            "--batch-size must be at least 1, got 0",
+        ),
+        (collect("--input", "there.pt"), "there.pt was not written by torch.save"),
         (collect("--input", "x0.pt", "--slice", "1:2:3:4"), "got '1:2:3:4'"),
         (collect("--input", "x0.pt", "--slice", "[0]"), "as ':,0' or '...,:16', got '[0]'"),
         (collect("--input", "x0.pt", "--slice=::0"), "the step of a slice"),
         (collect("--input", "x0.pt", "--mask", "mask"), "is a key of the batches"),
-        (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "pass --plan too"),
+        (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "only works with --plan"),
         (collect("--input", "there.txt"), "No such file or directory: 'there.txt'"),
         (collect("--input", "x0.pt", select="nope"), "nothing in Sequential matches 'nope'"),
         (collect("--input", "x0.pt", "--device", "moon"), "RuntimeError: "),
@@ -343,7 +346,7 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
             "ValueError: nine; ferrohook: in batch 1 of run 'run'",
         ),
         (["collect", "cli_nets:net", "--input", "x0.pt", "--store", "s"], "--select"),
-        (["verify", "nowhere"], "there is no folder nowhere"),
+        (["verify", "nowhere"], "the folder nowhere does not exist"),
         (["verify"], "STORE"),
     ],
 )

@@ -33,9 +33,9 @@ ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetec
 
 def test_an_invalid_limit_is_refused() -> None:
     for limit, error, told in (
-        ("3", fh.HookTypeError, "limit is an int, got str"),
+        ("3", fh.HookTypeError, "limit must be an int, got str"),
         (True, fh.HookTypeError, "limit must be an int, got bool"),
-        (-1, ValueError, "limit is a number from 0 on, got -1"),
+        (-1, ValueError, "limit must be between 0 and .*, got -1"),
     ):
         with pytest.raises(error, match=told):
             ShapeDetector(limit=limit)  # type: ignore[arg-type]

@@ -326,14 +326,14 @@ def test_forwards_record_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "reason"),
     [
-        ({"model": 3}, fh.HookTypeError, "model is callable, got int"),
-        ({"split": None}, fh.HookTypeError, "split is callable, got NoneType"),
+        ({"model": 3}, fh.HookTypeError, "model must be callable, got int"),
+        ({"split": None}, fh.HookTypeError, "split must be callable, got NoneType"),
         ({"max_requests": 0}, ValueError, "max_requests is at least 1, got 0"),
         ({"max_tokens": 2.5}, fh.HookTypeError, "max_tokens is an int, got float"),
         ({"max_wait": -1}, ValueError, "max_wait must be at least 0 seconds, got -1"),
         ({"max_wait": float("nan")}, ValueError, "max_wait must be at least 0 seconds, got nan"),
-        ({"max_wait": "1"}, fh.HookTypeError, "max_wait is a number of seconds, got str"),
-        ({"max_wait": True}, fh.HookTypeError, "max_wait is a number of seconds, got bool"),
+        ({"max_wait": "1"}, fh.HookTypeError, "max_wait must be a number of seconds, got str"),
+        ({"max_wait": True}, fh.HookTypeError, "max_wait must be a number of seconds, got bool"),
         ({"workers": 0}, ValueError, "workers is at least 1, got 0"),
     ],
     ids=str,
@@ -348,7 +348,7 @@ def test_bad_sizes_are_refused(make: Any) -> None:
     for options, error in (({"rows": 0}, ValueError), ({"length": "3"}, fh.HookTypeError)):
         with pytest.raises(error):
             batcher.submit(number(1), **options)
-    with pytest.raises(fh.HookTypeError, match="open_request is callable, got Plan"):
+    with pytest.raises(fh.HookTypeError, match="open_request must be callable, got Plan"):
         batcher.submit(number(1), fh.Plan())
     assert batcher.snapshot()["waiting"] == 0
 

@@ -109,7 +109,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_a_tolerance_that_would_hide_leaks_is_refused(tolerance: float) -> None:
     with pytest.raises(ValueError, match="tolerance must be finite and not negative"):
         check(Service(), tolerance=tolerance)
-    with pytest.raises(fh.HookTypeError, match="tolerance is a number, got str"):
+    with pytest.raises(fh.HookTypeError, match="tolerance must be a number, got str"):
         check(Service(), tolerance="1")
 
 
