@@ -121,7 +121,7 @@ def _at_quantity(
         raise ValueError(msg)
     hook = entry.hook
     if heads is not None and head is not None:
-        check_width(hook, name, heads[1])
+        check_width(hook, f"tensor {name}", heads[1])
         if entry.at is not None and (quantity.phase == "forward_pre" or quantity.part is not None):
             msg = (
                 f"{name} can only be written at all positions in an engine: leave out at=, or "
@@ -131,7 +131,7 @@ def _at_quantity(
         return dataclasses.replace(entry, what=[name])
     if heads is not None:
         hook = _for_all_heads(hook, name, *heads)
-    check_width(hook, name, modules.quantity_info(name).width)
+    check_width(hook, f"tensor {name}", modules.quantity_info(name).width)
     return dataclasses.replace(entry, what=[name], hook=hook)
 
 

@@ -176,9 +176,9 @@ def test_a_conversion_without_revert_is_refused() -> None:
             return value
 
     point = HookPoint()
-    with pytest.raises(fh.HookTypeError, match="Half lacks revert"):
+    with pytest.raises(fh.HookTypeError, match="Half has no revert"):
         point.enable_reshape(Half())
-    with pytest.raises(fh.HookTypeError, match="int lacks convert and revert"):
+    with pytest.raises(fh.HookTypeError, match="int has no convert and no revert"):
         point.hook_conversion = 3
     assert point.hook_conversion is None
 

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
         (fh.on("@z.1", fh.Add(vector)), "has a width of 64, but the head of @z.1 has 32"),
         (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 acts on each head"),
         (fh.on("@z.1.2", fh.Zero()), "@z.1.2 names no head: @z.1 has heads 0 to 1"),
-        (fh.on("@z.1.1", fh.Add(vector)), "has a width of 64, but the @z.1.1 has 32"),
+        (fh.on("@z.1.1", fh.Add(vector)), "has a width of 64, but the tensor @z.1.1 has 32"),
         (fh.on("@q.1.1", fh.Zero(), at=0), "@q.1.1 is written at all positions"),
         (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
         (fh.keep(["@z.1", "@z.*"]), None),
@@ -125,7 +125,10 @@ def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
             fh.on("@experts.1", fh.Zero()),
             "@experts.1 contains the numbers of experts, which no intervention",
         ),
-        (fh.on("@router.1", fh.Add(torch.ones(3))), "has a width of 3, but the @router.1 has 4"),
+        (
+            fh.on("@router.1", fh.Add(torch.ones(3))),
+            "has a width of 3, but the tensor @router.1 has 4",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
             llm.generate({"prompt_token_ids": [3]}, sampling(fh.Plan(entry), 1), use_tqdm=False)

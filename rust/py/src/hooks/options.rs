@@ -28,7 +28,7 @@ pub fn int_of<'a, 'py, T: FromPyObject<'a, 'py>>(
         let message = format!("{name} must be an int, got bool");
         return Err(hook_type_error(object.py(), message));
     }
-    let int = expect::<PyInt>(object, &format!("{name} is an int"))?;
+    let int = expect::<PyInt>(object, &format!("{name} must be an int"))?;
     let outside = |_| PyValueError::new_err(format!("{name} {limits}, got {}", *int));
     object.extract().map_err(outside)
 }
