@@ -34,7 +34,7 @@ SHOWN = (
     "router",
     "experts",
 )
-ABSENT = ("parallel block", "no contribution to the stream is of this kind", "has not both")
+ABSENT = ("parallel block", "no contribution to the stream is of this kind", "does not have both")
 """Starts of reasons of quantities that a block does not have."""
 
 

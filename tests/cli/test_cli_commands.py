@@ -300,7 +300,11 @@ def test_a_plan_names_tensors_of_a_file() -> None:
         (fh.Plan(fh.keep("0")), "", "the plan keeps activations, which collect does not store"),
         (fh.Plan(fh.on("no", fh.Zero())), "", "entry 0 of the plan: nothing in Sequential matches"),
         (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, but the output of '0'"),
-        (fh.Plan(fh.on("1", fh.Add(torch.ones(7)))), "", "a width of 7, the module's value has 3"),
+        (
+            fh.Plan(fh.on("1", fh.Add(torch.ones(7)))),
+            "",
+            "a width of 7, but the module's value has 3",
+        ),
         (fh.Plan(), "--tensors no.safetensors", "No such file or directory: no.safetensors"),
         (fh.Plan(), "--tensors x0.pt", "x0.pt is not a safetensors file"),
         (fh.Plan(), "--plan there.json", "No such file or directory: 'there.json'"),
@@ -324,13 +328,16 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (collect("--input", "x0.pt", "--batch-size", "0"), "--batch-size is at least 1, got 0"),
-        (collect("--input", "there.pt"), "there.pt is no file that torch.save wrote"),
+        (
+            collect("--input", "x0.pt", "--batch-size", "0"),
+            "--batch-size must be at least 1, got 0",
+        ),
+        (collect("--input", "there.pt"), "there.pt was not written by torch.save"),
         (collect("--input", "x0.pt", "--slice", "1:2:3:4"), "got '1:2:3:4'"),
         (collect("--input", "x0.pt", "--slice", "[0]"), "as ':,0' or '...,:16', got '[0]'"),
         (collect("--input", "x0.pt", "--slice=::0"), "the step of a slice"),
         (collect("--input", "x0.pt", "--mask", "mask"), "names a key of the batches"),
-        (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "pass --plan too"),
+        (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "only works with --plan"),
         (collect("--input", "there.txt"), "No such file or directory: 'there.txt'"),
         (collect("--input", "x0.pt", select="nope"), "nothing in Sequential matches 'nope'"),
         (collect("--input", "x0.pt", "--device", "moon"), "RuntimeError: "),
@@ -339,7 +346,7 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
             "ValueError: nine; ferrohook: in batch 1 of run 'run'",
         ),
         (["collect", "cli_nets:net", "--input", "x0.pt", "--store", "s"], "--select"),
-        (["verify", "nowhere"], "there is no folder nowhere"),
+        (["verify", "nowhere"], "the folder nowhere does not exist"),
         (["verify"], "STORE"),
     ],
 )

@@ -122,7 +122,7 @@ def test_errors_of_the_connection(error: str) -> None:
 def test_texts_that_are_none(content: bytes) -> None:
     error = both(answering(completions=httpx.Response(200, content=content)))
     assert type(error) is ServerError
-    assert "not one of ferrohook's servers" in str(error)
+    assert "does not come from a ferrohook server" in str(error)
 
 
 def test_a_text_that_was_broken_off_is_none() -> None:
@@ -135,11 +135,11 @@ def test_a_plan_is_not_sent_to_a_server_without_plans() -> None:
     """Which would answer with the text of the model without it."""
     error = both(answering(completions=httpx.Response(200, json=TEXT)), KEEP)
     assert isinstance(error, RequestRefusedError)
-    assert "the server serves no plans" in str(error)
-    refused = httpx.Response(501, json={"detail": "vllm 9.9 was not tried"})
+    assert "the server does not support plans" in str(error)
+    refused = httpx.Response(501, json={"detail": "vllm 9.9 was not tested"})
     error = both(answering(capabilities=refused), KEEP)
     assert isinstance(error, RequestRefusedError)
-    assert "vllm 9.9 was not tried" in str(error)
+    assert "vllm 9.9 was not tested" in str(error)
     other = httpx.Response(200, json={**INFO, "engine": "another"})
     assert "the server is a 'another'" in str(both(answering(capabilities=other), KEEP))
 
@@ -148,9 +148,13 @@ def test_a_plan_is_not_sent_to_a_server_without_plans() -> None:
     ("captures", "kind", "reason"),
     [
         (httpx.Response(404, json={"detail": "fetched already"}), ServerError, "fetched already"),
-        (httpx.Response(200, content=b""), ServerError, "not one of ferrohook's"),
-        (httpx.Response(200, content=b"\xff" * 40), ServerError, "not one of ferrohook's"),
-        (httpx.Response(200, content=safetensors.torch.save({})), ServerError, "not one of"),
+        (httpx.Response(200, content=b""), ServerError, "does not come from a ferrohook"),
+        (httpx.Response(200, content=b"\xff" * 40), ServerError, "does not come from a ferrohook"),
+        (
+            httpx.Response(200, content=safetensors.torch.save({})),
+            ServerError,
+            "does not come from",
+        ),
         (
             httpx.Response(200, content=packed({}, {}, error="the position 3 never ran")),
             PlanFailedError,

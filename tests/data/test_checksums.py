@@ -45,7 +45,7 @@ def test_the_checksum_is_that_of_zlib(size: int) -> None:
     assert crc32(data) == zlib.crc32(data)
     assert crc32(memoryview(data)[size // 3 :], 5) == zlib.crc32(data[size // 3 :], 5)
     if size > 1:
-        with pytest.raises(BufferError, match="takes a contiguous buffer"):
+        with pytest.raises(BufferError, match="needs a contiguous buffer"):
             crc32(memoryview(data)[::2])
 
 

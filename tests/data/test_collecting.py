@@ -324,7 +324,7 @@ def test_detectors_that_cannot_collect_are_refused(
 ) -> None:
     store = MemoryStore()
     for detector, error, told in (
-        (Calls("0", store=MemoryStore()), fh.HookError, "has a store of its own, .*MemoryStore"),
+        (Calls("0", store=MemoryStore()), fh.HookError, "already has the store .*MemoryStore"),
         (Calls(hook_id="lost"), fh.HookError, "Calls 'lost', forward> has no layer: set its"),
         (Calls("9"), fh.SelectionError, "Sequential has no layer '9'; the first are"),
     ):

@@ -33,9 +33,9 @@ ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetec
 
 def test_an_invalid_limit_is_refused() -> None:
     for limit, error, told in (
-        ("3", fh.HookTypeError, "limit is an int, got str"),
-        (True, fh.HookTypeError, "limit is an int, got bool"),
-        (-1, ValueError, "limit is a number from 0 on, got -1"),
+        ("3", fh.HookTypeError, "limit must be an int, got str"),
+        (True, fh.HookTypeError, "limit must be an int, got bool"),
+        (-1, ValueError, "limit must be between 0 and .*, got -1"),
     ):
         with pytest.raises(error, match=told):
             ShapeDetector(limit=limit)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_unsupported_phases_and_options_are_refused() -> None:
     module = fh.HookedModule(Returning())
     with pytest.raises(fh.HookTypeError, match=r"LatencyDetector .* phase forward, .* forward_pre"):
         module.register_forward_pre_hook(LatencyDetector())
-    with pytest.raises(fh.HookTypeError, match="with_kwargs is for plain callables"):
+    with pytest.raises(fh.HookTypeError, match="with_kwargs only works with plain callables"):
         module.register_forward_hook(CallCounter(), with_kwargs=True)
     with pytest.raises(TypeError):
         NativeDetector()  # an abstract base
@@ -254,7 +254,7 @@ def test_merged_statistics_equal_those_of_one_detector(cls: type[NativeDetector]
         left.merge(left)
     other = CallCounter() if cls is not CallCounter else NormDetector()
     for wrong in (other, 3):
-        with pytest.raises(fh.HookTypeError, match=f"a {cls.__name__} merges another"):
+        with pytest.raises(fh.HookTypeError, match=f"a {cls.__name__} can only merge another"):
             left.merge(wrong)
     assert left.snapshot() == merged
 

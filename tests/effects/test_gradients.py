@@ -177,7 +177,7 @@ def test_they_run_in_the_order_of_hooks() -> None:
 @phases
 def test_what_has_no_gradient_is_refused(phase: Phase) -> None:
     net = model()
-    with pytest.raises(fh.HookTypeError, match="does not act in the phase"):
+    with pytest.raises(fh.HookTypeError, match="does not work in phase"):
         fh.register(net, "1", fh.Scale(2.0, output_index="sum"), phase=phase)
     with pytest.raises(fh.HookTypeError, match="in a forward phase"):
         fh.on("1", fh.Scale(2.0), phase=phase, at=1)

@@ -352,7 +352,7 @@ def test_a_masked_tensor_stays_one(make: Any) -> None:
 def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> None:
     """`MaskedTensor` has no `zeros_like`, no `expand_as`, and none of tensors of unlike masks."""
     model = nn.Sequential(Echo())
-    refused = "a MaskedTensor lacks an operation .*change it with a function"
+    refused = "a MaskedTensor does not support an operation .*change it with a function"
     with fh.register(model, "0", make()), pytest.raises(fh.HookTypeError, match=refused) as caught:
         model(masked_tensor(torch.randn(2, 3), MASKS))
     assert caught.value.__cause__ is not None

@@ -47,7 +47,7 @@ def test_a_salt_is_one_of_this_process() -> None:
         for size in (16, 32, 64):
             public = hashlib.blake2b(content.encode(), digest_size=size).hexdigest()
             assert public not in str(made)
-    with pytest.raises(ValueError, match="is made by ferrohook alone"):
+    with pytest.raises(ValueError, match="is reserved for ferrohook"):
         check_salt(made)
 
 
@@ -121,7 +121,7 @@ def test_bounds_come_before_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "digest_of", counted)
     vector = torch.ones(WIDTH)
     many = {str(number): vector for number in range(10_001)}
-    with pytest.raises(ValueError, match="at most 10,000 vectors, got 10,001"):
+    with pytest.raises(ValueError, match="at most 10,000 vectors can be uploaded, got 10,001"):
         Vectors(2**30).packed(many)
     with pytest.raises(ValueError, match="more than vectors_bytes=99"):
         Vectors(99).packed({str(number): vector for number in range(10)})

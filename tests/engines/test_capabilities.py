@@ -17,12 +17,12 @@ def test_a_release_that_nobody_tried_is_refused_by_name() -> None:
     engine("1.4.0").check_version(untried=True)
 
     assert not engine("1.4.0").works
-    with pytest.raises(HookError, match=r"some-engine 1\.4\.0 was not tried .* only 1\.2, 1\.3"):
+    with pytest.raises(HookError, match=r"some-engine 1\.4\.0 was not tested .* only 1\.2, 1\.3"):
         engine("1.4.0").check_version()
 
 
 def test_a_refused_feature_has_its_reason() -> None:
-    with pytest.raises(HookError, match="y is refused with some-engine: it cannot"):
+    with pytest.raises(HookError, match="y is not supported with some-engine: it cannot"):
         engine("1.2").refuse("y")
 
 

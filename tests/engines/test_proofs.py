@@ -272,7 +272,9 @@ def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool
     weights, numbers = acts["@router.1"].softmax(-1).topk(2, -1)
     assert torch.equal(acts["@experts.1"], numbers.int())
     torch.testing.assert_close(acts["@expert_weights.1"], weights)
-    with pytest.raises(ValueError, match=r"@experts.1 has the numbers of experts, which no inter"):
+    with pytest.raises(
+        ValueError, match=r"@experts.1 contains the numbers of experts, which no inter"
+    ):
         rewritten(fh.Plan(fh.on("@experts.1", fh.Zero())), front)
 
 
@@ -285,7 +287,7 @@ def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureF
     named = look_at(model, fail, heads_of)
     assert not named.table
     assert "its forward failed with ZeroDivisionError" in named.table.missing["resid_post"]
-    assert "looking at the engine's model failed" in caplog.text
+    assert "inspecting the engine's model failed" in caplog.text
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -296,20 +298,20 @@ VECTOR = torch.ones(HEADS[1])
     ("entry", "reason"),
     [
         (fh.keep("@resid_post.7"), "Model has no @resid_post.7: its blocks are 0 to 2"),
-        (fh.keep("@pattern.1"), "attention computes no pattern"),
-        (fh.keep("@q.1", output_index=0), "leave out inputs, output_index"),
+        (fh.keep("@pattern.1"), "attention does not compute a pattern"),
+        (fh.keep("@q.1", output_index=0), "leave out inputs and output_index"),
         (fh.keep("@q.1", slice=(slice(None), 0)), "captured whole"),
-        (fh.on("@resid_mid.1", fh.Zero()), "can be read and not written"),
-        (fh.on("@z.1", fh.Ablate(VECTOR)), "Ablate on @z.1 is of each head"),
-        (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "width of 24, the head of @z.1 one of 8"),
-        (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, the @attn_out.1 one of 24"),
+        (fh.on("@resid_mid.1", fh.Zero()), "can be read but not written"),
+        (fh.on("@z.1", fh.Ablate(VECTOR)), "Ablate on @z.1 acts on each head"),
+        (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "width of 24, but the head of @z.1 has 8"),
+        (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, but the tensor @attn_out.1 has 24"),
         (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
         (fh.keep("@z.1.3"), "@z.1.3 names no head: @z.1 has heads 0 to 2"),
         (fh.keep("@z.1.0", slice=(..., 0)), "captured whole"),
-        (fh.on("@z.1.0", fh.Add(torch.ones(WIDTH))), "width of 24, the @z.1.0 one of 8"),
+        (fh.on("@z.1.0", fh.Add(torch.ones(WIDTH))), "width of 24, but the tensor @z.1.0 has 8"),
         (fh.on("@v.1.0", fh.Zero(), at=0), "@v.1.0 is written at all positions"),
-        (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "does not keep all tokens"),
-        (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
+        (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "must keep all tokens"),
+        (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "must keep all tokens"),
         (fh.keep("layers.1", slice=(..., -WIDTH - 1)), "does not fit the tensor at 'layers.1'"),
     ],
 )
@@ -383,7 +385,7 @@ def test_a_compiled_engine_has_those_at_its_sites() -> None:
     assert {*front.named.table} == {f"@resid_post.{n}" for n in range(3)} | {
         f"@resid_pre.{n}" for n in (1, 2)
     }
-    with pytest.raises(ValueError, match="no site of this compiled engine"):
+    with pytest.raises(ValueError, match="not a site of this compiled engine"):
         rewritten(fh.Plan(fh.keep("@z.1")), front)
     twice = fh.Plan(fh.keep("layers.0"), fh.on("@resid_pre.1", fh.Add(torch.ones(WIDTH))))
     with pytest.raises(ValueError, match=r"keeps 'layers\.0' before it changes it"):

@@ -129,5 +129,5 @@ def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: An
 
 
 def test_only_transformers_takes_a_model() -> None:
-    with pytest.raises(ValueError, match="vllm loads its model itself"):
+    with pytest.raises(ValueError, match="vllm loads and inspects its model itself"):
         capabilities("vllm", torch.nn.Linear(1, 1))

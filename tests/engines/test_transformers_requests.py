@@ -184,16 +184,20 @@ BAD = {
     "a backward hook": (
         fh.Plan(fh.on(LAYER, lambda *_: None, phase="backward")),
         HookError,
-        r"entry 0 .* no gradients",
+        r"entry 0 .* not compute gradients",
     ),
-    "gradients": (fh.Plan(fh.keep(LAYER, grads=True)), HookError, "no gradients"),
-    "an early end": (fh.Plan(fh.keep(LAYER, stop=True)), HookError, "end the forward of others"),
-    "calls": (fh.Plan(fh.keep(LAYER, calls="all")), HookError, "put together by position"),
-    "no plan": ("layers", HookTypeError, "plan is a Plan or a Prepared, got str"),
+    "gradients": (fh.Plan(fh.keep(LAYER, grads=True)), HookError, "not compute gradients"),
+    "an early end": (
+        fh.Plan(fh.keep(LAYER, stop=True)),
+        HookError,
+        "end the forward for other requests",
+    ),
+    "calls": (fh.Plan(fh.keep(LAYER, calls="all")), HookError, "joined by position"),
+    "no plan": ("layers", HookTypeError, "plan must be a Plan or a Prepared, got str"),
     "another model's": (
         fh.Plan(fh.keep("0")).prepare(nn.Sequential(nn.Linear(2, 2))),
         HookError,
-        "prepared for another model",
+        "prepared for a different model",
     ),
 }
 
@@ -229,30 +233,30 @@ MISFITS = {
         fh.keep(LAYER, slice=(..., torch.ones(5, dtype=torch.bool))),
         "does not fit",
     ),
-    "one row": (fh.keep(LAYER, slice=(..., 0, slice(None))), "does not keep all tokens"),
-    "the first row": (fh.keep(LAYER, slice=(..., [0], slice(None))), "does not keep all tokens"),
+    "one row": (fh.keep(LAYER, slice=(..., 0, slice(None))), "must keep all tokens"),
+    "the first row": (fh.keep(LAYER, slice=(..., [0], slice(None))), "must keep all tokens"),
     "every other row": (
         fh.keep(LAYER, slice=(..., slice(None, None, 2), slice(None))),
-        "does not keep all tokens",
+        "must keep all tokens",
     ),
-    "rows and columns": (fh.keep(LAYER, slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
+    "rows and columns": (fh.keep(LAYER, slice=(..., [0, 1], [2, 3])), "must keep all tokens"),
     "one of the positions": (
         fh.keep(LAYER, at="generated", slice=(..., 0, slice(None))),
-        "does not keep all tokens",
+        "must keep all tokens",
     ),
     "out of range in all parts": (
         fh.keep("model.rotary_emb", slice=(..., 99)),
         "output of 'model.rotary_emb'",
     ),
     "out of range at a point": (fh.keep("@z.1", slice=(..., 99)), "'@z.1'.*out of"),
-    "another width": (fh.on(LAYER, fh.Add(torch.ones(3))), f"width of 3, .* one of {WIDTH}"),
+    "another width": (fh.on(LAYER, fh.Add(torch.ones(3))), f"width of 3, but .* has {WIDTH}"),
     "another width of an input": (
         fh.on("model.layers.1.mlp.down_proj", fh.Add(torch.ones(WIDTH)), phase="forward_pre"),
         "the input of 'model.layers.1.mlp.down_proj'",
     ),
     "a row for each of some tokens": (
         fh.on(LAYER, fh.Add(torch.ones(len(PROMPT), WIDTH))),
-        "for any number of tokens",
+        "for every number of tokens",
     ),
     "too many dimensions": (fh.on(LAYER, fh.Add(torch.ones(1, 1, 1, WIDTH))), "does not fit"),
     "a change of a missing part": (
@@ -260,10 +264,10 @@ MISFITS = {
         r"tensors at \[0\]",
     ),
     "a change of None": (fh.on(ATTENTION, fh.Scale(2.0, output_index=1)), r"tensors at \[0\]"),
-    "a change of a tuple": (fh.on(ATTENTION, fh.Scale(2.0)), r"name one of \[0\]"),
+    "a change of a tuple": (fh.on(ATTENTION, fh.Scale(2.0)), r"choose one of \[0\]"),
     "a change of token ids": (
         fh.on("model.embed_tokens", fh.Scale(2.0), phase="forward_pre"),
-        "floating point",
+        "floating-point",
     ),
     "a change of keywords": (
         fh.on(ATTENTION, fh.Scale(2.0), phase="forward_pre"),

@@ -132,7 +132,7 @@ def test_a_release_that_nobody_tried_is_refused(
     unknown = dataclasses.replace(transformers.CAPABILITIES, version="5.99.1")
     monkeypatch.setattr("ferrohook.engines.transformers.batching.CAPABILITIES", unknown)
 
-    with pytest.raises(HookError, match=r"transformers 5\.99\.1 was not tried"):
+    with pytest.raises(HookError, match=r"transformers 5\.99\.1 was not tested"):
         transformers.attach(manager)
     with transformers.attach(manager, untried=True):
         pass
@@ -159,20 +159,20 @@ def test_what_would_skip_hooks_is_refused(
     manager: Any, setting: str, value: object, feature: str
 ) -> None:
     setattr(manager.continuous_batching_config, setting, value)
-    with pytest.raises(HookError, match=f"{feature} is refused with transformers"):
+    with pytest.raises(HookError, match=f"{feature} is not supported with transformers"):
         transformers.attach(manager)
 
 
 def test_tensor_parallelism_is_refused(manager: Any) -> None:
     manager.distributed_helper.tp_size = 2
-    with pytest.raises(HookError, match="tensor parallelism is refused"):
+    with pytest.raises(HookError, match="tensor parallelism is not supported"):
         transformers.attach(manager)
 
 
 def test_a_manager_is_attached_once_at_a_time(manager: Any) -> None:
     with (
         transformers.attach(manager),
-        pytest.raises(HookError, match="attached already"),
+        pytest.raises(HookError, match="already attached"),
     ):
         transformers.attach(manager)
     transformers.attach(manager).close()

@@ -69,7 +69,7 @@ def test_an_async_hook_is_refused(case: str, entrance: str) -> None:
 
 def test_nothing_is_registered() -> None:
     model = nn.Identity()
-    with pytest.raises(fh.HookTypeError, match=r"^a forward hook is .* function coroutine: "):
+    with pytest.raises(fh.HookTypeError, match=r"^a forward hook must be .* function coroutine: "):
         fh.register(model, "", coroutine)
     assert type(model) is nn.Identity
 

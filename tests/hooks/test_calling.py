@@ -591,7 +591,9 @@ def test_a_forward_pre_hook_returning_anything_else_is_a_hook_type_error(
 ) -> None:
     hooked = fh.HookedModule(nn.Linear(1, 1))
     handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="must return a tensor or a tuple of one") as caught:
+    with pytest.raises(
+        fh.HookTypeError, match="must return a tensor or a tuple with one item"
+    ) as caught:
         hooked(torch.ones(1))
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Linear)", got)
 
@@ -606,7 +608,9 @@ def test_a_forward_pre_hook_of_two_arguments_returns_a_tuple_of_two(
 ) -> None:
     hooked = fh.HookedModule(Pair())
     handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="must return a tuple of 2, as many as") as caught:
+    with pytest.raises(
+        fh.HookTypeError, match="must return a tuple of 2 items, one for each"
+    ) as caught:
         hooked(1, 2)
     assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Pair)", got)
 

@@ -320,18 +320,18 @@ def test_a_timeout_below_zero_is_refused(
     hooked: fh.HookedModule[nn.Linear], timeout: float
 ) -> None:
     handle = hooked.register_forward_hook(ignore)
-    with pytest.raises(ValueError, match="timeout is a number of seconds from 0, got"):
+    with pytest.raises(ValueError, match="timeout must be at least 0 seconds, got"):
         handle.remove(wait=True, timeout=timeout)
-    with pytest.raises(ValueError, match="timeout is a number of seconds from 0, got"):
+    with pytest.raises(ValueError, match="timeout must be at least 0 seconds, got"):
         hooked.quiesce(timeout)
     assert not handle.removed
 
 
 def test_a_timeout_of_the_wrong_kind_is_refused(hooked: fh.HookedModule[nn.Linear]) -> None:
     handle = hooked.register_forward_hook(ignore)
-    with pytest.raises(fh.HookTypeError, match="timeout is a number of seconds, got str"):
+    with pytest.raises(fh.HookTypeError, match="timeout must be a number of seconds, got str"):
         handle.remove(wait=True, timeout="1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"timeout is for remove\(wait=True\)"):
+    with pytest.raises(ValueError, match=r"timeout= only works with remove\(wait=True\)"):
         handle.remove(timeout=1)
     assert not handle.removed
 

@@ -141,7 +141,7 @@ def test_an_unknown_phase_is_refused_with_the_valid_ones() -> None:
     for ask in (hooked.hooks, hooked.clear_hooks):
         with pytest.raises(ValueError, match='"backwards": expected one of forward_pre, forward,'):
             ask("backwards")
-        with pytest.raises(fh.HookTypeError, match="phase is a str, got int"):
+        with pytest.raises(fh.HookTypeError, match="phase must be a str, got int"):
             ask(1)  # type: ignore[arg-type]
 
 
@@ -222,9 +222,9 @@ def test_a_refused_priority_changes_nothing(ordered: Ordered) -> None:
     ordered.add("a")
     handle = ordered.add("b", priority=3)
     for wrong in (1.5, "1", None, True):
-        with pytest.raises(fh.HookTypeError, match="priority is an int, got"):
+        with pytest.raises(fh.HookTypeError, match="priority must be an int, got"):
             handle.priority = wrong  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="priority lies between"):
+    with pytest.raises(ValueError, match="priority must be between"):
         handle.priority = 2**63
     assert handle.priority == 3
     assert ordered.call() == ["b", "a"]

@@ -292,7 +292,7 @@ def test_closing_a_request_ends_it_where_it_is_entered() -> None:
             in_thread(request.close)
             assert torch.equal(model(X), expected)
         assert in_no_scope()
-        with pytest.raises(fh.HookError, match="not entered, or was left"):
+        with pytest.raises(fh.HookError, match="not entered, or was already left"):
             request.__exit__(None, None, None)
     assert torch.equal(model(X), expected)
 

@@ -162,7 +162,7 @@ def test_the_model_of_a_prepared_plan_is_collected() -> None:
     assert prepared.closed
     assert kept_by(request) == expected_of(1)
     assert "a model that is gone" in repr(prepared)
-    with pytest.raises(fh.HookError, match="the model is gone"):
+    with pytest.raises(fh.HookError, match="no longer exists"):
         prepared.open()
 
 

@@ -44,7 +44,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def test_a_model_without_input_ids_needs_an_example() -> None:
     model = Layers()
-    with pytest.raises(fh.HookError, match=r"takes no input_ids.*fh.quantities"):
+    with pytest.raises(fh.HookError, match=r"does not take input_ids.*fh.quantities"):
         fh.capture(model, "@resid_post.0")
     assert "@resid_post.1" in fh.quantities(model, torch.randn(2, 3, 8))
     with torch.no_grad(), fh.capture(model, "@mlp_out.0") as acts:
@@ -53,9 +53,9 @@ def test_a_model_without_input_ids_needs_an_example() -> None:
 
 
 def test_a_model_that_fails_is_named_with_its_error() -> None:
-    with pytest.raises(fh.HookError, match=r"Layers cannot be looked at.*RuntimeError.*example"):
+    with pytest.raises(fh.HookError, match=r"Layers cannot be inspected.*RuntimeError.*example"):
         fh.quantities(Layers(), torch.randn(2, 3, 7))
-    with pytest.raises(fh.HookError, match=r"cannot be looked at.*: tokenize the text first"):
+    with pytest.raises(fh.HookError, match=r"cannot be inspected.*: tokenize the text first"):
         fh.quantities(Layers(), "a text")
 
 
@@ -135,7 +135,7 @@ class Normed(Block):
 
 @pytest.mark.parametrize(
     ("block", "reason"),
-    [(Still, "its output is its input"), (Normed, "a norm of its input, to which it adds nothing")],
+    [(Still, "its output is its input"), (Normed, "only a norm of its input: it adds nothing")],
 )
 def test_a_block_without_a_sum_has_a_reason_of_its_own(block: type[Block], reason: str) -> None:
     model = Layers()
@@ -172,7 +172,7 @@ def test_a_table_in_json_is_checked_against_a_model() -> None:
     again.verify(llama)
     with pytest.raises(fh.HookError, match="table"):
         again.verify(make("gpt2"))
-    with pytest.raises(ValueError, match="no table of quantities"):
+    with pytest.raises(ValueError, match="not a table of quantities"):
         fh.Quantities.from_json("{}")
 
 

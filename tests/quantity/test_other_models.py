@@ -221,7 +221,7 @@ def test_a_function_that_saturates_is_no_norm(function: type[nn.Module]) -> None
     model = uneven(NanoGPT())
     model.ln_f = function()
     table = fh.quantities(model, IDS[:1, :2])  # few elements, of which none is near zero
-    assert table.missing["final_norm"] == "no norm takes what the last block returns"
+    assert table.missing["final_norm"] == "no norm takes the output of the last block"
     assert table["@logits"].equation == "head(ln_f(resid_post)) = logits"
 
 

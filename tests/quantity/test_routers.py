@@ -108,7 +108,7 @@ def test_no_router_has_its_reason(kind: str, reason: str) -> None:
 
 
 def test_neurons_of_fused_experts_have_their_reason() -> None:
-    with pytest.raises(fh.SelectionError, match=r"@mlp_act.1 .*through experts of its own"):
+    with pytest.raises(fh.SelectionError, match=r"@mlp_act.1 .*through its own experts"):
         fh.capture(make("mixtral"), "@mlp_act.1")
 
 
@@ -193,7 +193,7 @@ class Experts(nn.Module):
     ("square", "reason"),
     [
         (True, r"weights = f\(router\) fails by \d\.\de"),
-        (False, "are all equal, or 0, and tell nothing"),
+        (False, "are all equal, or 0, and say nothing"),
     ],
 )
 def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -> None:

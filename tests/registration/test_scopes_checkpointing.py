@@ -19,7 +19,7 @@ from support.limits import LIMIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LEFT = r"^backward\(\) repeats a checkpointed forward, and a scope .* was left"
+LEFT = r"^backward\(\) repeats a checkpointed forward, but the scope .* was left"
 
 Pass = tuple[Tensor, Tensor]
 """The input and the output of a forward."""

@@ -30,7 +30,7 @@ def test_rows(prepared: fh.typing.Prepared) -> None:
     a, b = prepared.open(), prepared.open()
     for rows, message in [
         ({}, "at least one"),
-        ({a: slice(0, 4), b: slice(3, 5)}, "row 3 is of members 0 and 1"),
+        ({a: slice(0, 4), b: slice(3, 5)}, "row 3 belongs to members 0 and 1"),
         ({a: [1, 1]}, "named twice"),
         ({a: slice(0, 9)}, "row 8 is out of range: the batch has 8"),
         ({a: [-9]}, "row -9 is out of range"),
@@ -83,10 +83,10 @@ def test_states_of_requests(model: nn.Module, prepared: fh.typing.Prepared) -> N
         pass
     with prepared.open() as entered:
         model(torch.randn(1, WIDTH))
-        with pytest.raises(fh.errors.RowsError, match="entered by"), fh.batch({a: 0, entered: 1}):
+        with pytest.raises(fh.errors.RowsError, match="entered with"), fh.batch({a: 0, entered: 1}):
             pass
     with fh.batch({a: 0}) as batch:
-        with pytest.raises(fh.errors.RowsError, match="inside a batch"), fh.batch({b: 0}):
+        with pytest.raises(fh.errors.RowsError, match="cannot be nested"), fh.batch({b: 0}):
             pass
         with pytest.raises(fh.HookError), a:
             pass
@@ -104,7 +104,7 @@ def test_states_of_requests(model: nn.Module, prepared: fh.typing.Prepared) -> N
         thread.join()
         assert "one batch at a time" in errors[0]
         model(torch.randn(1, WIDTH))
-    with pytest.raises(fh.errors.RowsError, match="entered once"), batch:
+    with pytest.raises(fh.errors.RowsError, match="entered only once"), batch:
         pass
     with fh.batch({a: 1, b: 0}):  # released by the batches that could not be entered
         model(torch.randn(2, WIDTH))
@@ -153,9 +153,9 @@ def _raises(_m: object, _a: object, _o: object) -> None:
     ("hook", "error", "message"),
     [
         (_raises, ZeroDivisionError, "of the hook"),
-        (lambda _m, _a, o: o[:1], fh.errors.RowsError, "other rows than it got"),
-        (lambda _m, _a, o: o.double(), fh.errors.RowsError, "other rows than it got"),
-        (lambda _m, _a, o: (o, o), fh.errors.RowsError, "another structure"),
+        (lambda _m, _a, o: o[:1], fh.errors.RowsError, "different rows than it got"),
+        (lambda _m, _a, o: o.double(), fh.errors.RowsError, "different rows than it got"),
+        (lambda _m, _a, o: (o, o), fh.errors.RowsError, "a different structure"),
         (fh.Add(torch.ones(WIDTH + 1)), fh.HookTypeError, "width"),
     ],
 )
@@ -206,7 +206,7 @@ def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:
 
 def test_a_deadline_that_nothing_would_look_at_is_refused(model: nn.Module) -> None:
     late = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open(deadline=600)
-    with pytest.raises(fh.HookError, match="deadline of a request holds in batches"), late:
+    with pytest.raises(fh.HookError, match="deadline of a request applies only in batches"), late:
         pass
     with fh.batch({late: 0}):  # refusing it closed nothing
         assert not model(torch.randn(1, WIDTH)).any()

@@ -258,7 +258,7 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
     with pytest.raises(fh.errors.RowsError, match="has one prompt") as refused, batch:
         pass
     assert refused.value.member is request
-    with pytest.raises(fh.HookTypeError, match="lengths are an int, or ints"):
+    with pytest.raises(fh.HookTypeError, match="lengths must be one or several 64-bit ints"):
         fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: "3"})
     with fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: 3}):
         model(torch.randn(3, WIDTH))
@@ -359,5 +359,5 @@ def test_lengths_are_one_for_each_row_or_one_for_all(model: nn.Sequential) -> No
     batch = fh.batch({request: slice(0, 3)}, positions=positions, lengths=lengths)
     with pytest.raises(fh.errors.RowsError, match="2 prompts for a request with 3 rows"), batch:
         pass
-    with pytest.raises(fh.HookTypeError, match="of 64 bits"):
+    with pytest.raises(fh.HookTypeError, match="64-bit ints"):
         fh.batch({request: 0}, positions=torch.zeros(1, dtype=torch.long), lengths={request: 2**70})

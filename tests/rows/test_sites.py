@@ -263,7 +263,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
             pass
         with fh.batch({fine: 0}, size=4):
             model(torch.randn(4, WIDTH))
-            with pytest.raises(fh.HookError, match="after the batch"):
+            with pytest.raises(fh.HookError, match="leave the batch first"):
                 sites.close()
         with pytest.raises(fh.HookError, match="close them first"):
             fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)

@@ -277,7 +277,9 @@ def test_a_failing_request_fails_alone(
         futures[1].result(LIMIT)
     assert model.batches == [[1, -1, 2], [1], [-1], [2]]
     (logged,) = caplog.messages
-    assert logged.startswith("a forward of 3 requests failed, each repeats it: ArithmeticError(")
+    assert logged.startswith(
+        "a forward of 3 requests failed, so each of them runs separately: ArithmeticError("
+    )
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
@@ -324,14 +326,14 @@ def test_forwards_record_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "reason"),
     [
-        ({"model": 3}, fh.HookTypeError, "model is callable, got int"),
-        ({"split": None}, fh.HookTypeError, "split is callable, got NoneType"),
+        ({"model": 3}, fh.HookTypeError, "model must be callable, got int"),
+        ({"split": None}, fh.HookTypeError, "split must be callable, got NoneType"),
         ({"max_requests": 0}, ValueError, "max_requests must be at least 1, got 0"),
         ({"max_tokens": 2.5}, fh.HookTypeError, "max_tokens must be an int, got float"),
-        ({"max_wait": -1}, ValueError, "max_wait is at least 0 seconds, got -1"),
-        ({"max_wait": float("nan")}, ValueError, "max_wait is at least 0 seconds, got nan"),
-        ({"max_wait": "1"}, fh.HookTypeError, "max_wait is a number of seconds, got str"),
-        ({"max_wait": True}, fh.HookTypeError, "max_wait is a number of seconds, got bool"),
+        ({"max_wait": -1}, ValueError, "max_wait must be at least 0 seconds, got -1"),
+        ({"max_wait": float("nan")}, ValueError, "max_wait must be at least 0 seconds, got nan"),
+        ({"max_wait": "1"}, fh.HookTypeError, "max_wait must be a number of seconds, got str"),
+        ({"max_wait": True}, fh.HookTypeError, "max_wait must be a number of seconds, got bool"),
         ({"workers": 0}, ValueError, "workers must be at least 1, got 0"),
     ],
     ids=str,
@@ -346,7 +348,7 @@ def test_bad_sizes_are_refused(make: Any) -> None:
     for options, error in (({"rows": 0}, ValueError), ({"length": "3"}, fh.HookTypeError)):
         with pytest.raises(error):
             batcher.submit(number(1), **options)
-    with pytest.raises(fh.HookTypeError, match="open_request is callable, got Plan"):
+    with pytest.raises(fh.HookTypeError, match="open_request must be callable, got Plan"):
         batcher.submit(number(1), fh.Plan())
     assert batcher.snapshot()["waiting"] == 0
 
@@ -356,7 +358,7 @@ def test_wrong_numbers_of_rows_are_refused(make: Any, model: Recorder, said: int
     batcher = make(max_requests=2)
     futures = [send(batcher, 1), batcher.submit(number(2, 2), rows=said)]
     with pytest.raises(
-        fh.errors.RowsError, match=rf"made \(2,\) of items of {said} rows in dimension 0"
+        fh.errors.RowsError, match=rf"returned \(2,\) for items with {said} rows in dimension 0"
     ):
         futures[1].result(LIMIT)
     assert futures[0].result(LIMIT).value == [2.0]
@@ -390,7 +392,7 @@ def test_closing_answers_what_waits(make: Any, model: Recorder) -> None:
     batcher.close()
     assert [future.result(0).value for future in futures] == [[2.0], [4.0]]
     batcher.close()
-    with pytest.raises(BatcherClosedError, match="the batcher was closed"):
+    with pytest.raises(BatcherClosedError, match="the batcher is closed"):
         send(batcher, 3)
 
 

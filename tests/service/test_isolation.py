@@ -107,9 +107,9 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("tolerance", [-1, math.nan, math.inf])
 def test_a_tolerance_that_would_hide_leaks_is_refused(tolerance: float) -> None:
-    with pytest.raises(ValueError, match="tolerance is finite and not negative"):
+    with pytest.raises(ValueError, match="tolerance must be finite and not negative"):
         check(Service(), tolerance=tolerance)
-    with pytest.raises(fh.HookTypeError, match="tolerance is a number, got str"):
+    with pytest.raises(fh.HookTypeError, match="tolerance must be a number, got str"):
         check(Service(), tolerance="1")
 
 
@@ -128,7 +128,9 @@ def test_answers_without_a_value_are_refused(answer: Any) -> None:
     async def send(_body: object) -> Any:
         return answer
 
-    with pytest.raises(fh.HookTypeError, match="an answer of isolation_check has numbers"):
+    with pytest.raises(
+        fh.HookTypeError, match="an answer of isolation_check may contain only numbers"
+    ):
         asyncio.run(isolation_check(send, PAIRS))
 
 

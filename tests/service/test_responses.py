@@ -95,8 +95,8 @@ def apps(failing: Callable[[], None]) -> list[Starlette]:
         (lambda: call(fh.Plan(fh.on("1", fh.Add(torch.ones(3))))), 422, "has a width of 3"),
         (add_of_a_wrong_width, 422, "its vector has a width of 3"),
         (lambda: call(fh.Plan(fh.keep("1")), max_bytes=3), 422, "would exceed max_bytes=3"),
-        (exceed_the_deadline, 504, "deadline exceeded: ask for less, or try again later"),
-        (ask_a_closed_batcher, 503, "the batcher was closed"),
+        (exceed_the_deadline, 504, "deadline exceeded: send a smaller request, or try again later"),
+        (ask_a_closed_batcher, 503, "the batcher is closed"),
     ],
 )
 def test_exceptions_that_a_caller_can_act_on(
@@ -142,8 +142,8 @@ def test_any_other_exception_is_logged_by_an_id_and_not_shown(
         assert response.status_code == 500
         assert INTERNAL not in response.text
         (record,) = (each for each in caplog.records if each.name == "ferrohook")
-        (number,) = re.findall(r"by the id (\w{16})$", response.json()["detail"])
-        assert record.getMessage() == f"GET '/' failed, with the id {number}"
+        (number,) = re.findall(r"for error id (\w{16})$", response.json()["detail"])
+        assert record.getMessage() == f"GET '/' failed (error id {number})"
         assert record.levelno == logging.ERROR
         assert record.exc_info is not None
         assert record.exc_info[1] is error

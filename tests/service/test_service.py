@@ -174,7 +174,7 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ),
         (
             {"plan": fh.Plan(fh.on("encoder.layer.2", fh.Add(torch.ones(2))))},
-            "its vector has a width of 2, the module's value has 384",
+            "its vector has a width of 2, but the module's value has 384",
         ),
         (
             {"plan": fh.Plan(fh.on("encoder.layer.2", fh.Add(torch.ones(9, 1, 1, 1))))},

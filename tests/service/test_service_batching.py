@@ -169,7 +169,7 @@ def test_a_service_that_has_ended_refuses_requests(encoder: Encoder) -> None:
         assert client.post("/embed", json={"texts": TEXTS}).status_code == 200
     answer = TestClient(app).post("/embed", json={"texts": TEXTS})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert "the batcher was closed" in answer.json()["detail"]
+    assert "the batcher is closed" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("kind", ["steer", "all"])

@@ -67,7 +67,7 @@ def test_a_service_tells_its_features_and_refuses_what_it_does_not_serve(url: st
         assert info.engine == "service"
         assert "Add" in info.served
         assert info.refused.keys() == {"device", "on_error", "slice", "stop"}
-        with pytest.raises(RequestRefusedError, match="it generates no texts"):
+        with pytest.raises(RequestRefusedError, match="which does not generate text"):
             client.generate("A text", PLAN)
         with pytest.raises(RequestRefusedError, match="the closest names in it are"):
             client.embed(TEXTS, fh.Plan(fh.keep("poler")))
@@ -112,6 +112,6 @@ def test_the_reason_of_fastapi_is_one_line() -> None:
     with (
         serving_app(app) as url,
         Client(url) as client,
-        pytest.raises(RequestRefusedError, match=r"422: body: .*a plan is an object, got int"),
+        pytest.raises(RequestRefusedError, match=r"422: body: .*a plan must be an object, got int"),
     ):
         client.call("POST", "/plan", 3)

@@ -325,7 +325,7 @@ def test_metrics_refuse_wrong_modules_and_buckets() -> None:
     model = nn.Sequential(Doubling())
     with pytest.raises(fh.SelectionError):
         ModelMetrics(model, "1")
-    with pytest.raises(ValueError, match="buckets ascend"):
+    with pytest.raises(ValueError, match="buckets must be in ascending order"):
         ModelMetrics(model, buckets=(1.0, 0.5))
     with pytest.raises(fh.HookError, match="cannot be instrumented"):
         ModelMetrics(model.append(Odd()))

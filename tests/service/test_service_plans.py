@@ -91,7 +91,7 @@ def test_a_body_brings_a_plan(model: nn.Sequential) -> None:
             )
         answer = client.post("/field", json={"x": 3, "plan": [1]})
         assert answer.status_code == 422
-        assert "a plan is an object, got list" in answer.text
+        assert "a plan must be an object, got list" in answer.text
         schema = client.get("/openapi.json").json()["components"]["schemas"]["Request"]
         assert schema["properties"]["plan"]["required"] == ["version", "entries"]
     plans.close()
@@ -117,7 +117,7 @@ def test_limits_and_tensors_are_those_of_from_json() -> None:
     named = text.replace(text[text.index('{"dtype') : text.index("}", 80) + 1], '{"tensor": "v"}')
     assert plan_of(Request(x=1, plan=text).model_dump()["plan"]) == adding(1)  # type: ignore[arg-type]
     assert plan_of(named, tensors={"v": torch.ones(1)}) == adding(1)
-    with pytest.raises(ValueError, match="a plan is an object, got int"):
+    with pytest.raises(ValueError, match="a plan must be an object, got int"):
         plan_of(3)
 
 

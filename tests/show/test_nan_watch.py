@@ -160,9 +160,9 @@ def test_modules_may_be_left_out_and_bad_arguments_are_refused(model: nn.Sequent
         model(X)
     assert watch.found[0].module == "2"
     assert [id(type(module)) for module in model.modules()] == classes
-    with pytest.raises(fh.HookTypeError, match="optimizer is a torch"):
+    with pytest.raises(fh.HookTypeError, match="optimizer must be a torch"):
         fh.nan_watch(model, optimizer=1)  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="nan_watch takes an instance of nn"):
+    with pytest.raises(fh.HookTypeError, match="nan_watch needs an instance of nn"):
         fh.nan_watch(1)  # type: ignore[arg-type]
     with pytest.raises(fh.SelectionError, match="nope"):
         fh.nan_watch(model, "nope")

@@ -78,7 +78,7 @@ def test_own_times_are_those_without_the_modules_inside(model: Work) -> None:
     assert seconds(times) == expected
     assert [each.name for each in times] == ["c0.c0", "c1", "c0", ""]
     assert times["c1"] == profiling.ModuleTime("c1", "Work", "cpu", 2, 0.006, 0.016)
-    with pytest.raises(fh.SelectionError, match=r"no call of 'c9' was profiled, .*'c0\.c0', 'c1'"):
+    with pytest.raises(fh.SelectionError, match=r"no call of 'c9' was profiled; .*'c0\.c0', 'c1'"):
         times["c9"]
 
 
@@ -186,9 +186,9 @@ def test_a_profile_is_entered_once_and_leaves_nothing(model: Work) -> None:
     with profile:
         assert [id(type(module)) for module in model.modules()] != classes
     assert [id(type(module)) for module in model.modules()] == classes
-    with pytest.raises(fh.HookError, match="a profile is entered once"):
+    with pytest.raises(fh.HookError, match="a profile can be entered only once"):
         profile.__enter__()
-    with pytest.raises(fh.HookTypeError, match="profile takes an instance of nn"):
+    with pytest.raises(fh.HookTypeError, match="profile needs an instance of nn"):
         fh.profile(1)  # type: ignore[arg-type]
     with pytest.raises(fh.SelectionError, match="nope"):
         fh.profile(model, "nope")

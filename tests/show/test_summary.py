@@ -130,7 +130,7 @@ def test_the_summary_of_many_modules_is_fast() -> None:
 
 
 def test_the_summary_refuses_anything_but_a_module() -> None:
-    with pytest.raises(fh.HookTypeError, match=r"summary shows an instance of nn\.Module, got"):
+    with pytest.raises(fh.HookTypeError, match=r"summary needs an instance of nn\.Module, got"):
         fh.summary("model")  # type: ignore[arg-type]
 
 

@@ -87,6 +87,6 @@ def check_unserved_routes(client: httpx.Client, served: Collection[str], plan: s
             for body in bodies:
                 answer = client.request(method, re.sub(r"\{.*?\}", "x", path), json=body)
                 assert answer.status_code == httpx.codes.BAD_REQUEST, (path, answer.text)
-                assert "serves no plans of ferrohook" in answer.json()["error"]["message"]
+                assert "does not support ferrohook plans" in answer.json()["error"]["message"]
                 asked += 1
     assert asked > 10

@@ -110,7 +110,7 @@ class PlannedServer:
     def captures(self, name: str, request: Request) -> Response:
         data = self._captures.pop((name, request.headers[HEADER]), None)
         if data is None:
-            raise HTTPException(404, f"no request {name!r} captures")
+            raise HTTPException(404, f"no captures for request {name!r}")
         return Response(data, media_type="application/octet-stream")
 
     def completions(self, body: dict[str, Any]) -> Response:

@@ -113,6 +113,6 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         command.add_options(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON")
         sub.add_argument(
-            "--traceback", action="store_true", help="show the Python traceback of a mistake"
+            "--traceback", action="store_true", help="show the Python traceback of an error"
         )
     return parser, dict(commands.choices)

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         nargs="+",
         required=True,
-        help="names or globs of the modules, as 'encoder.layer.*'",
+        help="names or globs of the modules, such as 'encoder.layer.*'",
     )
     parser.add_argument(
         "--input",
@@ -42,39 +42,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         required=True,
-        help=".safetensors or .pt files, each a batch; or .txt files, each line a text, where the "
-        "model is a folder with a tokenizer",
+        help=".safetensors or .pt files, one batch each; or, if the model is a folder with a "
+        "tokenizer, .txt files with one text per line",
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=int, default=32, help="texts of a batch; 32 by default"
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=32,
+        help="number of texts per batch; 32 by default",
     )
     parser.add_argument(
-        "--store", metavar="FOLDER", required=True, help="folder of a LocalStore, made if missing"
+        "--store",
+        metavar="FOLDER",
+        required=True,
+        help="folder of a LocalStore, created if missing",
     )
     parser.add_argument("--run", default="run", help="name of the run; 'run' by default")
     parser.add_argument(
-        "--inputs", action="store_true", help="the modules' inputs, not their outputs"
+        "--inputs", action="store_true", help="store the modules' inputs instead of their outputs"
     )
     parser.add_argument(
         "--output-index",
         metavar="KEY",
         type=_key,
-        help="part of each output: an index of a tuple, a key, or the name of an attribute",
+        help="part of each output: an index into a tuple, a key, or the name of an attribute",
     )
     parser.add_argument(
         "--slice",
         metavar="INDEX",
         type=_index,
-        help="part of each tensor, as in Python: '--slice=:,0' or '--slice=...,:16'",
+        help="part of each tensor, in Python's notation: '--slice=:,0' or '--slice=...,:16'",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
     parser.add_argument(
         "--mask",
         metavar="NAME",
-        help="store the vectors at which this input is not 0, as 'attention_mask'",
+        help="store only the vectors where this input is not 0, such as 'attention_mask'",
     )
     parser.add_argument(
-        "--plan", metavar="PATH", type=Path, help="a file of Plan.to_json, with what it changes"
+        "--plan",
+        metavar="PATH",
+        type=Path,
+        help="a file written by Plan.to_json; the activations are stored with its changes",
     )
     parser.add_argument(
         "--tensors",
@@ -101,7 +111,9 @@ def _index(text: str) -> tuple[int | slice | EllipsisType, ...]:
     try:
         return tuple(map(read, text.split(",")))
     except (ValueError, TypeError):
-        msg = f"an index of ints, slices and '...' is needed, as ':,0' or '...,:16', got {text!r}"
+        msg = (
+            f"expected an index of ints, slices and '...', such as ':,0' or '...,:16', got {text!r}"
+        )
         raise argparse.ArgumentTypeError(msg) from None
 
 
@@ -112,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     import ferrohook as fh
 
     if options.batch_size < 1:
-        msg = f"--batch-size is at least 1, got {options.batch_size}"
+        msg = f"--batch-size must be at least 1, got {options.batch_size}"
         raise UserError(msg)
     plan = _plan(options)
     model = models.load(options).eval()
@@ -146,7 +158,7 @@ def _plan(options: argparse.Namespace) -> Plan | None:
         # Ctrl-C ends a regex that takes for ever.
         return Plan.from_json(options.plan.read_bytes(), options.tensors, regex=True)
     if options.tensors is not None:
-        msg = "--tensors has the tensors that a plan names: pass --plan too"
+        msg = "--tensors only works with --plan: it has the tensors that the plan names"
         raise UserError(msg)
     return None
 

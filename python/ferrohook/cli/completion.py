@@ -22,7 +22,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         "--completion",
         action=_Print,
         choices=SHELLS,
-        help="print a script that completes this command line in a shell; needs shtab",
+        help="print a shell completion script; needs shtab",
     )
 
 

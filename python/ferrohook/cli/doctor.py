@@ -92,10 +92,10 @@ def _torch() -> dict[str, str]:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     return {
         "torch": str(torch.__version__),
-        "GPU": f"{', '.join(gpus)} (CUDA {torch.version.cuda})" if gpus else "torch sees none",
+        "GPU": f"{', '.join(gpus)} (CUDA {torch.version.cuda})" if gpus else "none found by torch",
         "hooks": _try_hook(compiled=False),
         "hooks in torch.compile": _try_hook(compiled=True),
-        "C++ compiler": compiler or "none on the PATH, and torch.compile needs one",
+        "C++ compiler": compiler or "none on the PATH, but torch.compile needs one",
     }
 
 

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser, purpose: str) -> None:
         "--input",
         metavar="INPUT",
         help=f"{purpose}a .safetensors or .pt file (tensors by the names of the forward's "
-        "parameters, or one tensor alone), or a text where the model is a folder with a tokenizer",
+        "parameters, or a single tensor), or a text if the model is a folder with a tokenizer",
     )
 
 
@@ -61,7 +61,7 @@ def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
             value = safetensors.torch.load_file(source)
         case ".pt" | ".pth":
             if not zipfile.is_zipfile(source):
-                msg = f"{source} is no file that torch.save wrote"
+                msg = f"{source} was not written by torch.save"
                 raise UserError(msg)
             value = torch.load(source, map_location="cpu", weights_only=True)
         case _:

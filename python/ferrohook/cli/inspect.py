@@ -23,7 +23,7 @@ HEADINGS = ("run", "layer", "tensor", "shape", "dtype", "batches")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a store."""
     parser.add_argument("store", metavar="STORE", help="folder of a LocalStore")
-    parser.add_argument("--run", help="name of a run; all runs if left out")
+    parser.add_argument("--run", help="name of a run; all runs by default")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def opened(options: argparse.Namespace, *, read_only: bool) -> LocalStore:
     from ferrohook.data import LocalStore
 
     if not Path(options.store).is_dir():
-        msg = f"there is no folder {options.store}"
+        msg = f"the folder {options.store} does not exist"
         raise UserError(msg)
     return LocalStore(options.store, read_only=read_only)
 

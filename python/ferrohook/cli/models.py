@@ -25,12 +25,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help="module:factory (an nn.Module, or a callable without arguments that returns one), a "
-        "file of torch.save(model), or a folder that transformers saved",
+        "file written by torch.save(model), or a folder saved by transformers",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="load a file of torch.save(model), which may run any code of its author",
+        help=(
+            "allow loading a file written by torch.save(model), which may run arbitrary code of "
+            "its author"
+        ),
     )
     parser.add_argument("--device", default="cpu", help="device of the model; cpu by default")
 
@@ -51,7 +54,7 @@ def load(options: argparse.Namespace) -> nn.Module:
         return _on(options.device, _from_file(path, trust=options.trust))
     if ":" in model:
         return _on(options.device, _from_module(model))
-    msg = f"{model!r} is neither module:factory nor a file or folder that exists"
+    msg = f"{model!r} is neither module:factory nor an existing file or folder"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         msg += (
             f"; if it is the id of a model on a hub, download it first (hf download {model} "
@@ -81,11 +84,14 @@ def _module(found: object, where: str) -> nn.Module:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        msg = f"{where} is {with_article(found)}: name an nn.Module, or a callable returning one"
+        msg = (
+            f"{where} is {with_article(found)}: expected an nn.Module, or a callable that returns "
+            "one"
+        )
         raise UserError(msg)
     result = found()
     if not isinstance(result, nn.Module):
-        msg = f"{where}() returned {with_article(result)}: an nn.Module was expected"
+        msg = f"{where}() returned {with_article(result)}: expected an nn.Module"
         raise UserError(msg)
     return result
 
@@ -95,18 +101,21 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
     from torch import nn
 
     if not zipfile.is_zipfile(path):
-        msg = f"{path} is no model: pass a file of torch.save(model), or module:factory"
+        msg = (
+            f"{path} is not a saved model: pass a file written by torch.save(model), or "
+            "module:factory"
+        )
         raise UserError(msg)
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         if trust:
             raise
-        msg = f"loading {path} may run any code of its author: pass --trust if you trust them"
+        msg = f"loading {path} may run arbitrary code of its author: pass --trust if you trust them"
         raise UserError(msg) from error
     if not isinstance(loaded, nn.Module):
         msg = (
-            f"{path} contains {with_article(loaded)}, no nn.Module: save the whole model by "
+            f"{path} contains {with_article(loaded)}, not an nn.Module: save the whole model with "
             "torch.save(model, path), or pass module:factory"
         )
         raise UserError(msg)
@@ -127,6 +136,10 @@ def _from_transformers(path: Path) -> nn.Module:
     cls: Any = getattr(transformers, saved, transformers.AutoModel)
     model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
-        print(f"ferrohook: random, not in {path}: {', '.join(missing)}", file=sys.stderr)
+        print(
+            f"ferrohook: randomly initialized, as {path} does not contain them: "
+            f"{', '.join(missing)}",
+            file=sys.stderr,
+        )
     loaded: nn.Module = model
     return loaded

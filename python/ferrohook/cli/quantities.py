@@ -23,13 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     models.add_options(parser)
     inputs.add_options(parser, "example, for models without input_ids: ")
     parser.add_argument(
-        "--out", metavar="PATH", type=Path, help="a .json file for the table, for --check"
+        "--out", metavar="PATH", type=Path, help="write the table to a .json file, for --check"
     )
     parser.add_argument(
         "--check",
         metavar="PATH",
         type=Path,
-        help="a .json file of --out, to compare the model with",
+        help="compare the model with a .json file written by --out",
     )
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     import ferrohook as fh
 
     if (out := options.out) is not None and (out.is_dir() or not out.parent.is_dir()):
-        msg = f"cannot write {out}: give the name of a file in a folder that exists"
+        msg = f"cannot write {out}: pass a file name in an existing folder"
         raise UserError(msg)
     former = None if options.check is None else fh.Quantities.from_json(options.check.read_text())
     model = models.load(options)
@@ -50,5 +50,5 @@ def run(options: argparse.Namespace) -> int:
     if former is not None:
         former.verify(model, *args, **kwargs)
         if not options.json:
-            print(f"all {len(former)} quantities of {options.check} are proved at their places")
+            print(f"all {len(former)} quantities of {options.check} are proved at the same places")
     return 0

@@ -27,9 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         nargs="+",
         default="**",
-        help="names or globs of the modules to show, '*' for those at the top; all if left out",
+        help="names or globs of the modules to show, '*' for the top level; all by default",
     )
-    inputs.add_options(parser, "shows shapes of outputs, and parameters: ")
+    inputs.add_options(parser, "shows output shapes and parameters: ")
 
 
 def run(options: argparse.Namespace) -> int:

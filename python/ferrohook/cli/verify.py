@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="remove damaged batches, so that collect makes them again",
+        help="remove damaged batches, so that collect creates them again",
     )
 
 

@@ -56,7 +56,7 @@ class ServerInfo:
             msg = f"the server's model has no module {name!r}; the closest names are {near}"
             raise HookError(msg)
         if found.refused is not None:
-            msg = f"the module {name!r} is refused: {found.refused}"
+            msg = f"plans cannot use the module {name!r}: {found.refused}"
             raise HookError(msg)
         return found
 
@@ -80,7 +80,7 @@ def engine_info(body: Mapping[str, Any]) -> ServerInfo:
 
 def service_info(body: Mapping[str, Any]) -> ServerInfo:
     """Reads the capabilities of a service that embeds texts."""
-    reason = "captures are reduced for the answer"
+    reason = "the service only returns reduced captures"
     return ServerInfo(
         engine="service",
         version=body["ferrohook"],

@@ -55,7 +55,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROUTES: Final = "/v1/ferrohook"
 _PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 """Field of a request that has the plan, by engine."""
-_STRANGE: Final = "the answer is not one of ferrohook's servers"
+_STRANGE: Final = "the answer does not come from a ferrohook server"
 _CUT_OFF: Final = {"abort", "error"}
 """Reasons for the end of a text that is not whole."""
 
@@ -101,8 +101,8 @@ class Calls:
                 read = service_info
             if response.status_code == httpx.codes.NOT_FOUND:
                 msg = (
-                    "the server serves no plans: it has no routes of ferrohook. vLLM has them if "
-                    "VLLM_PLUGINS names ferrohook"
+                    "the server does not support plans: it has no ferrohook routes. For vLLM, add "
+                    "ferrohook to VLLM_PLUGINS"
                 )
                 raise RequestRefusedError(msg, 404, str(response.request.url))
             info: ServerInfo = _read(read, response)
@@ -135,7 +135,9 @@ class Calls:
         chat = _is_chat(prompt)
         refuse_swallowed("generate", _fields, options, _MEANT)
         if "stream" in options:
-            msg = "a client has a method for each: generate, and stream"
+            msg = (
+                "stream= is not supported here: call the client's method generate or stream instead"
+            )
             raise HookTypeError(msg)
         body: dict[str, Any] = {"messages" if chat else "prompt": prompt, **options}
         if stream:
@@ -147,7 +149,7 @@ class Calls:
             text, captures = plan_text(plan)
             info = yield from self.info()
             if (key := _PLAN_KEYS.get(info.engine)) is None:
-                msg = f"the server is a {info.engine!r}: it generates no texts"
+                msg = f"the server is a {info.engine!r}, which does not generate text"
                 raise RequestRefusedError(msg, None, str(self._http.base_url))
             body[key] = {**(body.get(key) or {}), NAME: text}
         path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -166,10 +168,13 @@ class Calls:
         """
         url = str(pending.request.url)
         if text.finish_reason in _CUT_OFF:
-            reason = text.raw["choices"][0].get("stop_reason") or "the server broke off the text"
+            reason = (
+                text.raw["choices"][0].get("stop_reason")
+                or "the server stopped before the text was complete"
+            )
             raise made(str(reason), httpx.codes.SERVICE_UNAVAILABLE, url)
         if pending.planned and proof is None:
-            msg = "the server ignored the plan: this text is of the model without it"
+            msg = "the server ignored the plan: it generated this text without it"
             raise ServerError(msg, httpx.codes.OK, url)
         if not pending.captures:
             return text
@@ -189,7 +194,7 @@ class Calls:
     def put_vectors(self, vectors: Mapping[str, Tensor]) -> Steps[None]:
         """Uploads vectors."""
         for name, vector in vectors.items():
-            expect(vector, Tensor, f"the vector {name!r} is a tensor")
+            expect(vector, Tensor, f"the vector {name!r} must be a tensor")
         data = safetensors.torch.save(
             {name: vector.detach().cpu().contiguous().clone() for name, vector in vectors.items()}
         )
@@ -257,7 +262,7 @@ def _is_chat(prompt: Prompt) -> bool:
     given = (
         describe(prompt) if found is None else f"a list of {describe(found[0])}" if found else "[]"
     )
-    msg = f"a prompt is a text, a list of tokens or of messages, got {given}"
+    msg = f"a prompt must be a text, a list of tokens or a list of messages, got {given}"
     raise HookTypeError(msg)
 
 
@@ -270,7 +275,7 @@ def plan_text(plan: Plan | str | Mapping[str, Any]) -> tuple[str, bool]:
     """
     if isinstance(plan, Plan):
         return plan.to_json(), any(isinstance(entry, KeepEntry) for entry in plan.entries)
-    expect(plan, str | Mapping, "a plan is a Plan or its JSON")
+    expect(plan, str | Mapping, "a plan must be a Plan or its JSON")
     body = json.loads(plan) if isinstance(plan, str) else plan
     entries = body.get("entries") if isinstance(body, Mapping) else None
     keeps = isinstance(entries, list) and any(

@@ -131,7 +131,7 @@ class FerrohookAPI(ModelAPI):  # type: ignore[misc, unused-ignore]  # likewise
         plan = _Planned(options.pop(NAME)) if NAME in options else self._plan
         plan.check()
         if self._folder is None and plan.keeps:
-            msg = "the plan keeps activations: pass captures=FOLDER for them"
+            msg = "the plan keeps activations: pass captures=FOLDER to save them"
             raise HookError(msg)
         messages: Any = await messages_to_openai(input)
         found = await self._client.generate(messages, plan.text, model=self.model_name, **options)
@@ -164,7 +164,7 @@ class _Planned:
 
     def __init__(self, plan: Any) -> None:
         if isinstance(plan, Plan):
-            msg = "the provider takes the JSON of a plan: pass plan.to_json()"
+            msg = "the provider needs the JSON of a plan: pass plan.to_json()"
             raise HookTypeError(msg)
         self._file: Path | None = None
         if isinstance(plan, str | Path) and not str(plan).lstrip().startswith("{"):
@@ -182,7 +182,7 @@ class _Planned:
             HookError: it has another.
         """
         if self._file is not None and self._file.read_text() != self.text:
-            msg = f"{self._file} changed since its plan was read: give each plan its file"
+            msg = f"{self._file} changed since its plan was read: use a separate file for each plan"
             raise HookError(msg)
 
 

@@ -75,7 +75,7 @@ class _Events:
             UnavailableError: it is not whole.
         """
         if not self._done:
-            msg = "the server broke off the text"
+            msg = "the server stopped before the text was complete"
             raise UnavailableError(msg, None, self._url)
         return Generated(
             text="".join(self._pieces),
@@ -116,7 +116,7 @@ class _Stream(Generic[Finished]):
             HookError: it was not read to its end.
         """
         if self._generated is None:
-            msg = "the text was not read to its end: iterate over the stream first"
+            msg = "the text was not read to the end: iterate over the stream first"
             raise HookError(msg)
         return self._generated
 

@@ -38,12 +38,12 @@ def capabilities(engine: str, model: nn.Module | None = None) -> Capabilities:
         HookError: the model cannot be looked at, see `fh.quantities`.
     """
     if engine not in ENGINES:
-        msg = f"an engine is one of {', '.join(ENGINES)}; got {engine!r}"
+        msg = f"engine must be one of {', '.join(ENGINES)}; got {engine!r}"
         raise ValueError(msg)
     if model is not None and engine != "transformers":
         msg = (
-            f"{engine} loads its model itself, and looks at it then: ask its server for "
-            "capabilities, and pass no model here"
+            f"{engine} loads and inspects its model itself: ask its server for capabilities, and "
+            "do not pass a model here"
         )
         raise ValueError(msg)
     adapter = importlib.import_module(f"ferrohook.engines.{engine}")

@@ -139,7 +139,7 @@ def check_salt(salt: str | None) -> None:
         ValueError: it has that form.
     """
     if salt is not None and salt.startswith(_SALT):
-        msg = f"a cache_salt that begins with {_SALT!r} is made by ferrohook alone: choose another"
+        msg = f"a cache_salt that starts with {_SALT!r} is reserved for ferrohook: choose another"
         raise ValueError(msg)
 
 
@@ -161,7 +161,7 @@ def text_of(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        msg = f"the plan of a request is the JSON of Plan.to_json: {error}"
+        msg = f"the plan of a request must be the JSON of Plan.to_json: {error}"
         raise ValueError(msg) from error
 
 

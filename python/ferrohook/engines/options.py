@@ -34,14 +34,14 @@ class EngineOptions:
             min(found.keys() - {*defaults}, default=None) if isinstance(found, dict) else found
         )
         if unknown is not None:
-            msg = f"{place} has the options {', '.join(defaults)}; got {unknown!r}"
+            msg = f"{place} only has the options {', '.join(defaults)}; got {unknown!r}"
             raise ValueError(msg)
         for name, value in found.items():
             kind = type(defaults[name])
             if kind is int and (type(value) is not int or value < 1):
-                msg = f"{name} of {place} is an int of at least 1; got {value!r}"
+                msg = f"{name} of {place} must be an int of at least 1; got {value!r}"
                 raise ValueError(msg)
             if kind is bool and type(value) is not bool:
-                msg = f"{name} of {place} is a bool; got {value!r}"
+                msg = f"{name} of {place} must be a bool; got {value!r}"
                 raise ValueError(msg)
         return cls(**found)

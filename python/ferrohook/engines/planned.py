@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 BACK_END: Final = BackEnd(
     NEEDS - {"calls", "cut rows", "gradients", "not finite", "stop"},
     {
-        "calls": "steps are put together by position, so calls= has no meaning",
-        "cut rows": "slice= keeps all of the dimension whose rows are put together",
-        "gradients": "it computes no gradients",
-        "not finite": "its hook has NaN or infinities",
-        "stop": "stop=True would end the forward of others",
+        "calls": "steps are joined by position, so calls= has no meaning",
+        "cut rows": "slice= must keep the whole dimension whose rows are joined",
+        "gradients": "it does not compute gradients",
+        "not finite": "its hook contains NaN or infinity",
+        "stop": "stop=True would end the forward for other requests",
     },
 )
 """Of engines whose plans need not cross processes."""
 
 
 NO_PATTERN: Final = (
-    "the keys of all requests are in pages, in one dimension; capture it in a call of the model "
-    "alone, on the tokens of the answer"
+    "the keys of all requests share pages in one dimension; capture it in a separate call of the "
+    "model, on the tokens of the answer"
 )
 """Reason why an engine has no pattern."""
 
@@ -72,10 +72,10 @@ class EnginePlans(PreparedPlans):
                 another; or it has a hook or capture that cannot fire in an engine.
         """
         if not isinstance(plan, Prepared):
-            expect(plan, Plan, "plan is a Plan or a Prepared")
+            expect(plan, Plan, "plan must be a Plan or a Prepared")
             return self.prepare(plan)
         if plan.model is not self._model:
-            msg = "the plan was prepared for another model than the engine's"
+            msg = "the plan was prepared for a different model than the engine's"
             raise HookError(msg)
         self._check(plan)
         return plan

@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 _NO_GATES: Final = "this engine evaluates no gates, conditions and strengths"
 _CROSSING: Final = {
-    "at function": "at is a function, and a plan crosses processes as JSON",
     "gate": _NO_GATES,
     "strength": _NO_GATES,
     "when": _NO_GATES,
-    "cut rows": "slice of keep in an engine begins with ... or slice(None): all tokens",
-    "gradients": "an engine computes no gradients",
-    "not finite": "its hook has NaN or infinities",
-    "python": "a Python function or object is no JSON, in which a plan crosses processes",
-    "table": "a vector in an engine has one dimension, as tokens come in chunks",
+    "at function": "at= is a function, but plans are sent between processes as JSON",
+    "cut rows": (
+        "in an engine, slice= of keep must start with ... or slice(None), to keep all tokens"
+    ),
+    "gradients": "an engine does not compute gradients",
+    "not finite": "its hook contains NaN or infinity",
+    "python": (
+        "plans are sent between processes as JSON, which cannot hold Python functions or objects"
+    ),
+    "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 _EAGER: Final = BackEnd(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
@@ -103,34 +107,43 @@ def _at_quantity(
     heads = modules.named.heads.get(base)
     if isinstance(entry, KeepEntry):
         if entry.options.keys() & {"inputs", "output_index"}:
-            msg = f"{name} is one tensor at a place of its own: leave out inputs, output_index"
+            msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
             raise ValueError(msg)
         if heads is not None and "slice" in entry.options:
-            msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
+            msg = (
+                f"{name} can only be captured whole in an engine, where it has no heads dimension: "
+                "leave out slice="
+            )
             raise ValueError(msg)
         width = modules.quantity_info(name).width
         check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
         copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
         return dataclasses.replace(entry, what=[name], options=entry.options | copy)
     if entry.phase != "forward" or entry.hook.output_index is not None:
-        msg = f"{name} is one tensor at a place of its own: leave out phase and output_index"
+        msg = f"{name} is one tensor at a fixed place: leave out phase and output_index"
         raise ValueError(msg)
     if not quantity.writable:
-        msg = f"{name} can be read and not written: what is written does not arrive"
+        msg = f"{name} can be read but not written: writes have no effect"
         raise ValueError(msg)
     if kind_of(base.removeprefix(SIGN)) == "experts":
-        msg = f"{name} has the numbers of experts, which no intervention changes: write to @router"
+        msg = (
+            f"{name} contains the numbers of experts, which no intervention can change: write to "
+            "@router"
+        )
         raise ValueError(msg)
     hook = entry.hook
     if heads is not None and head is not None:
-        check_width(hook, name, heads[1])
+        check_width(hook, f"tensor {name}", heads[1])
         if entry.at is not None and (quantity.phase == "forward_pre" or quantity.part is not None):
-            msg = f"{name} is written at all positions in an engine: leave out at=, or write to @z"
+            msg = (
+                f"{name} can only be written at all positions in an engine: leave out at=, or "
+                "write to @z"
+            )
             raise ValueError(msg)
         return dataclasses.replace(entry, what=[name])
     if heads is not None:
         hook = _for_all_heads(hook, name, *heads)
-    check_width(hook, name, modules.quantity_info(name).width)
+    check_width(hook, f"tensor {name}", modules.quantity_info(name).width)
     return dataclasses.replace(entry, what=[name], hook=hook)
 
 
@@ -174,16 +187,22 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTa
             continue
         for name in names:
             if name in kept:
-                msg = f"the plan keeps {name!r} before it changes it: a compiled engine keeps last"
+                msg = (
+                    f"the plan keeps {name!r} before it changes it, but a compiled engine always "
+                    "keeps after all changes"
+                )
                 raise ValueError(msg)
             if ats.setdefault(name, at) != at:
-                msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
+                msg = (
+                    f"the plan changes {name!r} at different positions, but a compiled engine "
+                    "supports only one at= per module"
+                )
                 raise ValueError(msg)
             place = kinds.index(type(entry.hook).__name__)
             if place < latest.get(name, 0) or (place and place == latest.get(name)):
                 msg = (
-                    f"the plan changes {name!r} otherwise than this compiled engine: by "
-                    f"{', '.join(kinds)}, in this order"
+                    f"the plan's changes of {name!r} do not fit this compiled engine, which "
+                    f"applies {', '.join(kinds)} in this order"
                 )
                 raise ValueError(msg)
             latest[name] = place
@@ -200,8 +219,8 @@ def _check(entry: Entry, modules: ModuleTable) -> None:
         kinds, kind = ["Add", *modules.kinds], type(entry.hook).__name__
         if kind not in kinds:
             reason = (
-                f"this compiled engine serves {', '.join(kinds)}: name {kind} in sites_kinds of "
-                "its additional_config too"
+                f"this compiled engine only supports {', '.join(kinds)}: add {kind} to sites_kinds "
+                "in its additional_config"
             )
     if reason is not None:
         raise ValueError(reason)
@@ -209,7 +228,7 @@ def _check(entry: Entry, modules: ModuleTable) -> None:
 
 def _check_names(twice: Collection[str]) -> None:
     if twice:
-        msg = f"it keeps {min(twice)!r} again: give one of the two a label"
+        msg = f"{min(twice)!r} is kept twice: give one of the two entries a label"
         raise ValueError(msg)
 
 
@@ -228,7 +247,10 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
     if isinstance(hook, Replace):
         (vector,) = hook.values
         return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
-    msg = f"{type(hook).__name__} on {name} is of each head: name them in an engine, {name}.*"
+    msg = (
+        f"{type(hook).__name__} on {name} acts on each head: in an engine, name the heads, as in "
+        f"{name}.*"
+    )
     raise ValueError(msg)
 
 

@@ -102,7 +102,7 @@ class EngineRoutes(ABC):
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """Takes the body of a request; refuses one that is too long before it has come."""
-        refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
+        refused = HTTPException(413, f"an upload of vectors must not exceed {_MOST_BYTES:,} bytes")
         told = request.headers.get("content-length", "")
         if told.isdecimal() and int(told) > _MOST_BYTES:
             raise refused
@@ -115,7 +115,7 @@ class EngineRoutes(ABC):
                 if size > _MOST_BYTES:
                     raise refused
                 if self._arriving > _MOST_ARRIVING:
-                    raise HTTPException(503, "too many vectors arrive: send them again")
+                    raise HTTPException(503, "too many vectors are being uploaded: try again later")
             yield b"".join(parts)
         finally:
             self._arriving -= size
@@ -135,7 +135,7 @@ def _read(body: bytes) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(body)
     except (safetensors.SafetensorError, ValueError) as error:
-        raise HTTPException(422, f"the body is no safetensors: {error}") from error
+        raise HTTPException(422, f"the body is not valid safetensors: {error}") from error
 
 
 class PlanGate:
@@ -167,7 +167,7 @@ class PlanGate:
             messages.append(await receive())
         if _names_plan(b"".join(each.get("body", b"") for each in messages)):
             served = ", ".join(sorted(self._served))
-            msg = f"{scope['path']} serves no plans of ferrohook; these do: {served}"
+            msg = f"{scope['path']} does not support ferrohook plans; these routes do: {served}"
             status = HTTPStatus.BAD_REQUEST
             error = {"message": msg, "type": "BadRequestError", "code": status}
             await JSONResponse({"error": error}, status)(scope, receive, send)

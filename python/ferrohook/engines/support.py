@@ -48,7 +48,7 @@ class Capabilities:
         """
         if not self.works and not untried:
             msg = (
-                f"{self.engine} {self.version} was not tried with this release of ferrohook, only "
+                f"{self.engine} {self.version} was not tested with this release of ferrohook, only "
                 f"{', '.join(self.tried)}: install one of these, or pass untried=True to let the "
                 "self-test decide"
             )
@@ -57,7 +57,7 @@ class Capabilities:
     def explain(self, used: Iterable[str]) -> str:
         """Returns the error of an engine that uses features among `refused`."""
         reasons = "; ".join(f"{feature} ({self.refused[feature]})" for feature in used)
-        return f"this engine of {self.engine} serves no plans, as it uses {reasons}"
+        return f"this {self.engine} engine does not support plans, because it uses {reasons}"
 
     def described(self, modules: ModuleTable, options: EngineOptions) -> dict[str, Any]:
         """Returns what plans may do in a running engine, as its server answers it.
@@ -85,5 +85,5 @@ class Capabilities:
         Raises:
             HookError: always.
         """
-        msg = f"{feature} is refused with {self.engine}: {self.refused[feature]}"
+        msg = f"{feature} is not supported with {self.engine}: {self.refused[feature]}"
         raise HookError(msg)

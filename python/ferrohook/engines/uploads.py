@@ -40,7 +40,7 @@ class Vectors(Mapping[str, Tensor]):
             ValueError: there would be too many, or too many bytes of them; or a name is too long.
         """
         for name, vector in vectors.items():
-            expect(vector, Tensor, f"the vector {name[:_LONGEST_NAME]!r} is a tensor")
+            expect(vector, Tensor, f"the vector {name[:_LONGEST_NAME]!r} must be a tensor")
         self._check_room(vectors)  # digests take time
         plain = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
         digests = {name: digest_of(vector) for name, vector in plain.items()}
@@ -49,11 +49,13 @@ class Vectors(Mapping[str, Tensor]):
 
     def _check_room(self, vectors: Mapping[str, Tensor]) -> None:
         if any(len(name) > _LONGEST_NAME for name in vectors):
-            msg = f"names of vectors have at most {_LONGEST_NAME} characters"
+            msg = f"the name of a vector must not be longer than {_LONGEST_NAME} characters"
             raise ValueError(msg)
         named = {name: tensor for name, (tensor, _) in self._named.items()} | {**vectors}
         if len(named) > _MOST_VECTORS:
-            msg = f"there are at most {_MOST_VECTORS:,} vectors, got {len(named):,}: drop some"
+            msg = (
+                f"at most {_MOST_VECTORS:,} vectors can be uploaded, got {len(named):,}: drop some"
+            )
             raise ValueError(msg)
         size = _bytes_of(named.values())
         if size > self._most_bytes:
@@ -123,7 +125,7 @@ class Vectors(Mapping[str, Tensor]):
         if (found := self._named.get(name)) is None:
             there = ", ".join(itertools.islice(self._named, _SHOWN)) or "none"
             more = ", ..." if len(self._named) > _SHOWN else ""
-            msg = f"no vector {name[:_LONGEST_NAME]!r} was uploaded; there: {there}{more}"
+            msg = f"no vector {name[:_LONGEST_NAME]!r} was uploaded; uploaded: {there}{more}"
             raise ValueError(msg)
         return found
 

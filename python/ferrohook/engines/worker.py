@@ -114,7 +114,9 @@ class EngineWorker:
             _LOG.debug("ferrohook failed at the start of the engine", exc_info=error)
             it = self._capabilities
             reason = f"{type(error).__name__}: {error}"
-            self.refuse(f"no plans with this model in {it.engine} {it.version}: {reason}")
+            self.refuse(
+                f"plans are not supported with this model in {it.engine} {it.version}: {reason}"
+            )
 
     def failing(
         self, requests: Iterable[EngineRequest] | None = None
@@ -179,7 +181,7 @@ class EngineWorker:
         """
         for name in names:
             if name in self.requests:
-                msg = f"a request with a plan has the id {name!r} already"
+                msg = f"a request with a plan already has the id {name!r}"
                 raise HookError(msg)
 
     def reconcile(self, live: Collection[str]) -> None:
@@ -313,7 +315,7 @@ class EngineWorker:
         digests = {it.digest for it in self.requests.values() if it.state == "ended"}
         for request in self._from_cache:
             if request.changes and request.digest in digests:
-                msg = "its cached prefix may be that of a request whose plan failed: send it again"
+                msg = "its cached prefix may come from a request whose plan failed: send it again"
                 self.fail(request, HookError(msg))
 
     # --- captures ----------------------------------------------------------------------------
@@ -344,7 +346,7 @@ class EngineWorker:
                         return packed({}, {}, error=reason_of(result.error))
                     if partial:
                         return packed({}, {})
-                    error = f"{name!r} never ran for the positions {spans_of(missing)}"
+                    error = f"{name!r} never ran for positions {spans_of(missing)}"
                     return packed({}, {}, error=error)
                 if expected:
                     rows = result.acts[place]
@@ -367,6 +369,6 @@ def guarded(fail: Callable[[Exception], None]) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
         _LOG.error(
-            "ferrohook failed in a step of the engine: requests with plans fail", exc_info=error
+            "ferrohook failed in a step of the engine, so requests with plans fail", exc_info=error
         )
         fail(error)

@@ -84,7 +84,7 @@ def difference(
         HookTypeError: the shapes of a tensor differ, or an argument has the wrong type.
         HookError: matplotlib is not installed.
     """
-    expect(other, ActivationCache, "other is an ActivationCache")
+    expect(other, ActivationCache, "other must be an ActivationCache")
     others = {row[:3]: values for row, values in _readable(other.rows())}
     rows = [each for each in _rows(one, pattern) if each[0][:3] in others]
     if not rows:
@@ -94,7 +94,10 @@ def difference(
     for row, mine in rows:
         its = others[row[:3]]
         if mine.shape != its.shape:
-            msg = f"{row.name!r} has the shapes {tuple(mine.shape)} and {tuple(its.shape)}"
+            msg = (
+                f"{row.name!r} has shape {tuple(mine.shape)} in one cache and {tuple(its.shape)} "
+                "in the other"
+            )
             raise HookTypeError(msg)
         pairs = zip(norms_of(mine - its.to(mine.device)), norms_of(mine), strict=True)
         grid.append([norm / own if own else norm for norm, own in pairs])
@@ -136,7 +139,8 @@ def logit_lens(  # noqa: PLR0913 (all but three by keyword)
         if hidden.dim() != 3:  # noqa: PLR2004 (batch, positions, width)
             shape = tuple(hidden.shape)
             msg = (
-                f"a hidden state has the shape (batch, positions, width), {read.name!r} has {shape}"
+                f"a hidden state must have shape (batch, positions, width), but {read.name!r} has "
+                f"{shape}"
             )
             raise HookTypeError(msg)
         with torch.no_grad():
@@ -264,7 +268,7 @@ def steering(
     points = {name: _numbers(line, "scores", 1) for name, line in lines.items()}
     for line in points.values():
         if len(line) != len(xs):
-            msg = f"scores has a number for each scale: {len(xs)}, got {len(line)}"
+            msg = f"scores must have one number for each of the {len(xs)} scales, got {len(line)}"
             raise HookTypeError(msg)
     many = len(points) > LINES_BEHIND_A_LEGEND
     ax = _axes(ax, 7 if many else 5, 3)
@@ -294,7 +298,7 @@ def _rows(acts: ActivationCache, pattern: str | re.Pattern[str]) -> _Read:
     Raises:
         SelectionError: there are none.
     """
-    expect(acts, ActivationCache, "acts is an ActivationCache")
+    expect(acts, ActivationCache, "acts must be an ActivationCache")
     rows = _readable(acts.rows(pattern))
     if not rows:
         msg = f"{pattern!r} matches no tensor with values"
@@ -320,10 +324,10 @@ def _numbers(values: Any, name: str, dimensions: int) -> Tensor:
     try:
         found = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
     except (TypeError, ValueError) as error:
-        msg = f"{name} is a tensor or a sequence of numbers, got {describe(values)}: {error}"
+        msg = f"{name} must be a tensor or a sequence of numbers, got {describe(values)}: {error}"
         raise HookTypeError(msg) from error
     if found.dim() != dimensions:
-        msg = f"{name} has {dimensions} dimensions, got {found.dim()}"
+        msg = f"{name} must have {dimensions} dimensions, got {found.dim()}"
         raise HookTypeError(msg)
     return found.detach().cpu().double()
 
@@ -366,10 +370,10 @@ def _heat_map(
     height, width = grid.shape
     names = None if names is None else list(names)
     if names is not None and len(names) != height:
-        msg = f"names has a label for each row: {height}, got {len(names)}"
+        msg = f"names must have one label for each of the {height} rows, got {len(names)}"
         raise HookTypeError(msg)
     if tokens is not None and len(tokens) < width:
-        msg = f"tokens has a label for each position: {width}, got {len(tokens)}"
+        msg = f"tokens must have a label for each of the {width} positions, got {len(tokens)}"
         raise HookTypeError(msg)
     ax = _axes(ax, 3 + 0.45 * min(width, MOST_LABELS), 1.2 + 0.28 * min(height, MOST_LABELS))
     image = ax.imshow(grid.tolist(), aspect="auto", interpolation="nearest", **colours)

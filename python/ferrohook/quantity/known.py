@@ -121,7 +121,7 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
         >>> table["resid_mid.3"].equation
         'resid_pre + attn_out = resid_mid'
     """
-    expect_module(model, "quantities looks at")
+    expect_module(model, "quantities needs")
     if not args and not kwargs:
         return known_of(model).table
     refuse_swallowed("quantities", model, kwargs)

@@ -50,7 +50,7 @@ def places_of(
         return {path: Place(path, module, inputs, output_index) for path, module in modules.items()}
     if inputs or output_index is not None:
         msg = (
-            f"{wanted[0]!r} is one tensor at a place of its own: leave out inputs, phase and "
+            f"{wanted[0]!r} is one tensor at a fixed place: leave out inputs, phase and "
             "output_index"
         )
         raise HookTypeError(msg)
@@ -133,7 +133,7 @@ def matching(
                 found = True
                 yield f"{quantity.name}.{each.number}", quantity, each
     if not found:
-        numbers = f"0 to {len(heads) - 1}" if heads else "that are not told apart here"
+        numbers = f"0 to {len(heads) - 1}" if heads else "that cannot be told apart here"
         msg = f"{pattern} names no head: {base} has heads {numbers}"
         raise SelectionError(msg)
 

@@ -165,7 +165,7 @@ class Quantities(Mapping[str, Quantity]):
             msg = f"{msg}{shown}: {reasons[first]}"
         closest = closest_to(f"{SIGN}{plain}", self._found) or [*self._found][:MOST_SUGGESTIONS]
         if closest:
-            msg = f"{msg}; the nearest that are proved: {', '.join(closest)}"
+            msg = f"{msg}; the closest proved quantities: {', '.join(closest)}"
         return SelectionError(msg)
 
     def verify(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
@@ -184,7 +184,10 @@ class Quantities(Mapping[str, Quantity]):
         if model is None:
             model = None if self._model is None else self._model()
         if model is None:
-            msg = "the model of this table is not known or gone: verify(model)"
+            msg = (
+                "the model of this table is unknown or no longer exists: pass it, as in "
+                "verify(model)"
+            )
             raise HookError(msg)
         refuse_swallowed("verify", model, kwargs)
         now = looked_at(model, args, kwargs)
@@ -193,10 +196,13 @@ class Quantities(Mapping[str, Quantity]):
                 msg = f"{now.refusal(name)}; this table has it at {quantity.place}"
                 raise HookError(msg)
             if now[name].place != quantity.place:
-                msg = f"{name} is at {now[name].place} in this model, in the table {quantity.place}"
+                msg = (
+                    f"{name} is at {now[name].place} in this model, but at {quantity.place} in the "
+                    "table"
+                )
                 raise HookError(msg)
             if quantity.writable and not now[name].writable:
-                msg = f"{name} cannot be written in this model any more"
+                msg = f"{name} can no longer be written in this model"
                 raise HookError(msg)
 
     def to_json(self) -> str:
@@ -220,7 +226,10 @@ class Quantities(Mapping[str, Quantity]):
             missing = {str(name): str(reason) for name, reason in content["missing"].items()}
             return cls({each.name: each for each in listed}, missing, str(content["model"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            msg = f"this is no table of quantities that to_json of version {VERSION} wrote: {error}"
+            msg = (
+                f"this is not a table of quantities written by to_json of version {VERSION}: "
+                f"{error}"
+            )
             raise ValueError(msg) from None
 
     def _rows(self) -> list[tuple[str, ...]]:

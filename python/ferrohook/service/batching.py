@@ -40,7 +40,7 @@ Out = TypeVar("Out")
 
 COUNTS: Final = ("rows_seen", "rows_changed", "hooks_failed")
 LOG = logging.getLogger("ferrohook")
-CLOSED: Final = "the batcher was closed: send the request to another instance of the service"
+CLOSED: Final = "the batcher is closed: send the request to another instance of the service"
 
 
 class BatcherClosedError(HookError):
@@ -110,10 +110,10 @@ class Batcher(Generic[In, Out]):
         workers: int = 1,
     ) -> None:
         for name, value in (("model", model), ("collate", collate), ("split", split)):
-            expect_callable(value, f"{name} is callable")
-        expect(max_wait, int | float, "max_wait is a number of seconds")
+            expect_callable(value, f"{name} must be callable")
+        expect(max_wait, int | float, "max_wait must be a number of seconds")
         if not max_wait >= 0:
-            msg = f"max_wait is at least 0 seconds, got {max_wait}"
+            msg = f"max_wait must be at least 0 seconds, got {max_wait}"
             raise ValueError(msg)
         self._model = model
         self._collate = collate
@@ -166,7 +166,7 @@ class Batcher(Generic[In, Out]):
             BatcherClosedError: `close` was called.
         """
         if open_request is not None:
-            expect_callable(open_request, "open_request is callable")
+            expect_callable(open_request, "open_request must be callable")
         ticket = WaitingRequest(
             item=item,
             open_request=open_request,
@@ -311,7 +311,11 @@ class Batcher(Generic[In, Out]):
         try:
             output = self._share(members, rows)
         except Exception as why:  # noqa: BLE001 (of one of them or of all: each finds out alone)
-            LOG.warning("a forward of %d requests failed, each repeats it: %r", len(members), why)
+            LOG.warning(
+                "a forward of %d requests failed, so each of them runs separately: %r",
+                len(members),
+                why,
+            )
             return tickets
         for ticket, request in members.items():
             error = request.error if request is not None and request.failed else None

@@ -92,7 +92,7 @@ def too_late(seconds: float) -> str:
 def limited(seconds: float) -> Iterator[_Limit]:
     """Sets a time limit, as `deadline`, for a caller that looks at the end itself."""
     if not seconds >= 0:
-        msg = f"a deadline is at least 0 seconds from now, got {seconds}"
+        msg = f"a deadline must be at least 0 seconds from now, got {seconds}"
         raise ValueError(msg)
     around = _limit.get()
     end = monotonic() + seconds

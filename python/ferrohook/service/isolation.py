@@ -111,22 +111,22 @@ async def isolation_check(
 
 
 def _check_tolerance(tolerance: float) -> None:
-    expect(tolerance, int | float, "tolerance is a number")
+    expect(tolerance, int | float, "tolerance must be a number")
     if not 0 <= tolerance < math.inf:
-        msg = f"tolerance is finite and not negative, got {tolerance}"
+        msg = f"tolerance must be finite and not negative, got {tolerance}"
         raise ValueError(msg)
 
 
 def _bodies(pairs: Iterable[tuple[Body, Body]]) -> list[Body]:
     """Returns the requests of pairs, one after the other."""
-    expect(pairs, Iterable, "isolation_check takes pairs of requests")
+    expect(pairs, Iterable, "isolation_check needs pairs of requests")
     bodies: list[Body] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != len(("plain", "steered")):
-            expect(pair, (), "a pair of isolation_check is a tuple of two requests")
+            expect(pair, (), "a pair of isolation_check must be a tuple of two requests")
         bodies += pair
     if not bodies:
-        msg = "isolation_check takes at least one pair of requests"
+        msg = "isolation_check needs at least one pair of requests"
         raise ValueError(msg)
     return bodies
 
@@ -137,7 +137,9 @@ def _copy(answer: Any) -> Any:
         return {key: _copy(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
         return [_copy(each) for each in answer]
-    expected = "an answer of isolation_check has numbers, strings, None, lists and mappings"
+    expected = (
+        "an answer of isolation_check may contain only numbers, strings, None, lists and mappings"
+    )
     expect(answer, bool | int | float | str | bytes | None, expected)
     return answer
 

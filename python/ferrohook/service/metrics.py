@@ -43,7 +43,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 COUNTS = {
     "rows_seen": "Rows of requests with a plan.",
     "rows_changed": "Rows of requests whose plan has hooks.",
-    "hooks_failed": "Requests with a hook that raised, or an exceeded budget.",
+    "hooks_failed": "Requests with a hook that raised an exception, or with an exceeded budget.",
 }
 
 
@@ -90,7 +90,7 @@ class ModelMetrics(Collector):
         namespace: str = "ferrohook",
     ) -> None:
         if list(buckets) != sorted(set(buckets)):
-            msg = f"buckets ascend, got {list(buckets)}"
+            msg = f"buckets must be in ascending order, got {list(buckets)}"
             raise ValueError(msg)
         self._bounds = [bound for bound in buckets if bound < float("inf")]
         self._namespace = namespace
@@ -137,11 +137,11 @@ class ModelMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields the current metrics."""
         calls = CounterMetricFamily(
-            f"{self._namespace}_module_calls", "Calls that began.", labels=["module"]
+            f"{self._namespace}_module_calls", "Calls that started.", labels=["module"]
         )
         seconds = HistogramMetricFamily(
             f"{self._namespace}_module_seconds",
-            "Duration of the calls that returned, without the module's own hooks.",
+            "Duration of the calls that returned, without the hooks of the module.",
             labels=["module"],
         )
         errors = CounterMetricFamily(
@@ -149,7 +149,7 @@ class ModelMetrics(Collector):
         )
         disabled = GaugeMetricFamily(
             f"{self._namespace}_hooks_disabled",
-            "Hooks that an error has disabled, by their on_error.",
+            "Hooks that were disabled after an error, with on_error='disable'.",
             labels=["module"],
         )
         for name, counts in self.snapshot().items():
@@ -227,6 +227,6 @@ class BatcherMetrics(Collector):
             yield CounterMetricFamily(f"{self._namespace}_{name}", what, value=counts[name])
         yield GaugeMetricFamily(
             f"{self._namespace}_requests_waiting",
-            "Requests that wait for a forward.",
+            "Requests waiting for a forward.",
             value=counts["waiting"],
         )

@@ -38,7 +38,7 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     unknown = {refuse} if isinstance(refuse, str) else {*refuse} - NEEDS
     if unknown:
         names = ", ".join(map(repr, unknown))
-        msg = f"refuse is a collection of {', '.join(sorted(NEEDS))}; got {names}"
+        msg = f"refuse must be a collection of {', '.join(sorted(NEEDS))}; got {names}"
         raise HookTypeError(msg)
     if isinstance(body, Plan):
         plan = body
@@ -47,7 +47,7 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     elif isinstance(body, str | bytes | Mapping):
         plan = Plan.from_json(body, **limits)
     else:
-        msg = f"a plan is an object, got {describe(body)}"
+        msg = f"a plan must be an object, got {describe(body)}"
         raise ValueError(msg)  # noqa: TRY004 (pydantic's way to refuse)
     served = BackEnd(NEEDS.difference(refuse), {need: f"leave out {need}" for need in refuse})
     for number, entry in enumerate(plan.entries):

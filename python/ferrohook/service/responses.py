@@ -51,7 +51,7 @@ def add_exception_handlers(app: Starlette) -> None:
         >>> add_exception_handlers(app)
     """
     if app.middleware_stack is not None:
-        msg = "add_exception_handlers comes before the application's first request"
+        msg = "add_exception_handlers must be called before the application's first request"
         raise HookError(msg)
     for kind in (HookError, TimeoutError, Exception):
         app.add_exception_handler(kind, _respond)
@@ -88,7 +88,7 @@ async def _respond(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     match error:
         case TimeoutError():
-            status, detail = 504, "deadline exceeded: ask for less, or try again later"
+            status, detail = 504, "deadline exceeded: send a smaller request, or try again later"
             if not isinstance(error, DeadlineExceededError):  # as of a database
                 _LOG.warning("%s timed out", called, exc_info=error)
         case BatcherClosedError():
@@ -97,8 +97,8 @@ async def _respond(request: Request, error: Exception) -> JSONResponse:
             status, detail = 422, _LINE.sub("", str(error))
         case _:
             number = secrets.token_hex(8)
-            _LOG.error("%s failed, with the id %s", called, number, exc_info=error)
-            status, detail = 500, f"internal error: the service's log has it by the id {number}"
+            _LOG.error("%s failed (error id %s)", called, number, exc_info=error)
+            status, detail = 500, f"internal error: see the service's log for error id {number}"
             if request["http_version"].startswith("1"):
                 # The exception goes on to the server, which closes the connection for it.
                 headers = {"Connection": "close"}

@@ -45,7 +45,8 @@ def check_rows(arguments: Any, dim: int, rows: int) -> None:
     if tensors and not any(each.dim() > dim and each.shape[dim] == rows for each in tensors):
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         msg = (
-            f"collate made {shapes} of items of {rows} rows in dimension {dim}: give each its rows="
+            f"collate returned {shapes} for items with {rows} rows in dimension {dim}: pass rows= "
+            "for each item"
         )
         raise RowsError(msg)
 

@@ -166,7 +166,7 @@ class Times(Printed):
             if each.name == name:
                 return each
         ran = ", ".join(repr(each.name) for each in self) or "none"
-        msg = f"no call of {name!r} was profiled, of these modules: {ran}"
+        msg = f"no call of {name!r} was profiled; profiled modules: {ran}"
         raise SelectionError(msg)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -201,7 +201,7 @@ class Times(Printed):
     def __repr__(self) -> str:
         count = sum(1 for _ in self)
         if not count:
-            return "no call was profiled: calls of other contexts are not"
+            return "no call was profiled: calls in other contexts are not recorded"
         text = text_table(self._cells(), right=None)
         return text if count <= MOST_LINES else f"{text}\nand {count - MOST_LINES} more modules"
 
@@ -209,7 +209,7 @@ class Times(Printed):
 class _Session:
     """Profile of some modules of a model: the tag of its frame."""
 
-    ONCE = "a profile is entered once: call profile() again for another"
+    ONCE = "a profile can be entered only once: call profile() again"
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
         self._model = model
@@ -272,7 +272,7 @@ class Profile(Scope):
 
     def __repr__(self) -> str:
         state = "left" if self.closed else "new" if self._entered is None else "entered"
-        return f"<Profile {state}: `with profile(model) as times:` gives the times>"
+        return f"<Profile {state}: use `with profile(model) as times:` to get the times>"
 
 
 def profile(model: nn.Module, what: Selector = None) -> Profile:
@@ -298,5 +298,5 @@ def profile(model: nn.Module, what: Selector = None) -> Profile:
         ...     model(ids)
         >>> print(times)
     """
-    expect_module(model, "profile takes")
+    expect_module(model, "profile needs")
     return Profile(_Session(model, select(model, what, called=True)))

@@ -59,7 +59,7 @@ def summary(model: nn.Module, *args: Any, also: Selector = (), **kwargs: Any) ->
         summary_class = _summary_class()
     except ModuleNotFoundError as error:
         raise HookError(missing_package("summary", "rich")) from error
-    expect_module(model, "summary shows")
+    expect_module(model, "summary needs")
     modules = select(model)
     hooks = {name: hooks_of(find_registry(module)) for name, module in modules.items()}
     shown = {""}

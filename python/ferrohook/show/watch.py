@@ -141,7 +141,7 @@ class NanWatch:
 class _Watched:
     """Modules of a model that are watched: the tag of a frame."""
 
-    ONCE = "a watch is entered once: call nan_watch() again for another"
+    ONCE = "a watch can be entered only once: call nan_watch() again"
 
     def __init__(
         self,
@@ -232,8 +232,8 @@ def nan_watch(
         >>> print(watch.first)
         12 NaN and 0 infinities in step 4, batch 9, first in the output of 'net.3'
     """
-    expect_module(model, "nan_watch takes")
-    expect(optimizer, Optimizer | None, "optimizer is a torch.optim.Optimizer or None")
+    expect_module(model, "nan_watch needs")
+    expect(optimizer, Optimizer | None, "optimizer must be a torch.optim.Optimizer or None")
     names = [*select(model, what, called=True)]
     watched = _Watched(model, names, optimizer=optimizer, gradients=gradients, stop=stop)
     return Watch(watched)

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 #[pyo3(signature = (data, value=0, /))]
 pub fn crc32(py: Python<'_>, data: PyBuffer<u8>, value: u32) -> PyResult<u32> {
     if !data.is_c_contiguous() {
-        return Err(PyBufferError::new_err("crc32 takes a contiguous buffer"));
+        return Err(PyBufferError::new_err("crc32 needs a contiguous buffer"));
     }
     if data.len_bytes() == 0 {
         return Ok(value); // its pointer may be null

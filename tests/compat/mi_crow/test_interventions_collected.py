@@ -168,7 +168,7 @@ def test_detectors_save_to_their_store(kind: str, tmp_path: Path) -> None:
     with pytest.raises(fh.errors.StoreError, match="closed"):
         detector.save("run", 2)
     layers.unregister_hook(detector)
-    with pytest.raises(fh.HookError, match="on no layer"):
+    with pytest.raises(fh.HookError, match="not registered on a layer"):
         detector.save("run", 2)
     layers.register_hook("head", nowhere := Seen())
     with pytest.raises(fh.HookError, match="no store"):

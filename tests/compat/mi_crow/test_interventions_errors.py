@@ -33,7 +33,7 @@ def test_unknown_layers_are_refused_with_the_closest_names() -> None:
         with pytest.raises(fh.SelectionError, match="the first are '', 'layers'"):
             ask("§")
         for index in (-1, 14, 10**30):
-            with pytest.raises(fh.SelectionError, match=f"14 layers, counted from 0, got {index}"):
+            with pytest.raises(fh.SelectionError, match=f"14 layers, numbered from 0, got {index}"):
                 ask(index)
     for wrong in (None, True, 1.5, ["head"], Model()):
         with pytest.raises(fh.HookTypeError, match="name or the index of a layer"):
@@ -79,7 +79,7 @@ def test_unknown_hook_types_are_refused() -> None:
 
 def test_the_type_of_a_registered_hook_cannot_change() -> None:
     layers = on(nn.Identity(), hook := Seen())
-    with pytest.raises(fh.HookError, match="is registered"):
+    with pytest.raises(fh.HookError, match="is already registered"):
         hook.hook_type = fi.HookType.PRE_FORWARD
     layers.unregister_hook(hook)
     hook.hook_type = "pre_forward"  # type: ignore[assignment]
@@ -93,7 +93,7 @@ def test_wrong_hooks_and_models_are_refused() -> None:
             layers.register_hook("head", wrong)  # type: ignore[arg-type]
     for elsewhere in (double, fh.detectors.CallCounter(), fh.ForwardHook(print)):
         with pytest.raises(
-            fh.HookTypeError, match=r": register it by ferrohook\.register\(model, layer"
+            fh.HookTypeError, match=r": register it with ferrohook\.register\(model, layer"
         ):
             layers.register_hook("head", elsewhere)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match=r"instance of nn\.Module, got the class Model"):
@@ -101,7 +101,7 @@ def test_wrong_hooks_and_models_are_refused() -> None:
     for act in (layers.unregister_hook, layers.enable_hook, layers.disable_hook):
         with pytest.raises(fh.HookTypeError, match="got int"):
             act(3)  # type: ignore[operator]
-    with pytest.raises(fh.HookTypeError, match="hook_id is a str or None, got int"):
+    with pytest.raises(fh.HookTypeError, match="hook_id must be a str or None, got int"):
         Seen(hook_id=3)
     for options, error in (
         ({"priority": "high"}, fh.HookTypeError),
@@ -111,7 +111,7 @@ def test_wrong_hooks_and_models_are_refused() -> None:
             layers.register_hook("head", Seen(), **options)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match="target_dtype"):
         fi.LayerActivationDetector("head", target_dtype="float16")  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="encodings is a mapping"):
+    with pytest.raises(fh.HookTypeError, match="encodings must be a mapping"):
         fi.ModelInputDetector().set_inputs_from_encodings(IDS)  # type: ignore[arg-type]
     assert find_registry(layers.model.head) is None  # type: ignore[arg-type]
 
@@ -120,9 +120,9 @@ def test_registering_a_hook_or_an_id_twice_is_refused() -> None:
     layers = fi.Layers(Model())
     layers.register_hook("head", hook := Seen(hook_id="mine"))
     for each in (layers, fi.Layers(layers.model)):
-        with pytest.raises(fh.HookError, match="'mine', forward on 'head'> is registered"):
+        with pytest.raises(fh.HookError, match="'mine', forward on 'head'> is already registered"):
             each.register_hook("layers.0", hook)
-    with pytest.raises(fh.HookError, match="the id 'mine' is taken by"):
+    with pytest.raises(fh.HookError, match="the id 'mine' is already used by"):
         layers.register_hook("layers.0", Seen(hook_id="mine"))
     assert layers.get_hooks() == [hook]
     assert hook.layer == "head"

@@ -68,7 +68,7 @@ def test_an_ambiguous_flat_name_is_refused() -> None:
     model.a = nn.Module()
     model.a.b = nn.Linear(2, 2)
     layers = fi.Layers(model)
-    with pytest.raises(fh.SelectionError, match=r"'module_a_b' is 2 layers .* 'a_b', 'a\.b'"):
+    with pytest.raises(fh.SelectionError, match=r"'module_a_b' matches 2 layers .* 'a_b', 'a\.b'"):
         layers.register_hook("module_a_b", Seen())
     layers.register_hook("a.b", seen := Seen())
     assert seen.layer == "a.b"

@@ -121,7 +121,7 @@ def test_on_error_applies() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 7, torch.ones(4), fh.Add, Shift()])
 def test_what_is_no_intervention_is_refused(wrong: Any) -> None:
-    with pytest.raises(fh.HookTypeError, match="intervention is one"):
+    with pytest.raises(fh.HookTypeError, match="intervention must be an Intervention"):
         fi.InterventionController("head", wrong)
 
 

@@ -25,7 +25,7 @@ def test_a_wrong_direction_is_refused(model: Model) -> None:
         functools.partial(model.reset_hooks, direction="up"),
         functools.partial(model.list_hooks, dir="up"),
     ):
-        with pytest.raises(ValueError, match="dir is 'fwd'"):
+        with pytest.raises(ValueError, match="dir must be 'fwd'"):
             act()
     assert model.list_hooks() == {}
 
@@ -35,10 +35,10 @@ def test_a_wrong_direction_is_refused(model: Model) -> None:
     [
         (
             "blocks.0.hook_mdi",
-            r"'blocks.0.hook_mdi' names nothing in Model.*closest.*'blocks.0.hook_mid'",
+            r"Model has no hook point 'blocks.0.hook_mdi'.*closest.*'blocks.0.hook_mid'",
         ),
-        ("blocks.0.linear", r"'blocks.0.linear' is a Linear in Model and is no hook point"),
-        ("", "'' names nothing"),
+        ("blocks.0.linear", r"'blocks.0.linear' is a Linear in Model, not a hook point"),
+        ("", "no hook point ''"),
     ],
 )
 def test_an_unknown_name_is_refused(model: Model, x: torch.Tensor, name: str, message: str) -> None:
@@ -68,7 +68,7 @@ def test_a_wrong_filter_is_refused(model: Model, x: torch.Tensor) -> None:
     for wrong in ([MID], (MID, observe), MID, [(MID, observe, 1)], 3):
         with pytest.raises(fh.HookTypeError, match="pairs"):
             model.run_with_hooks(x, fwd_hooks=wrong)
-    with pytest.raises(fh.HookTypeError, match="cache is a dict"):
+    with pytest.raises(fh.HookTypeError, match="cache must be a dict"):
         model.add_caching_hooks(cache=[])
 
 
@@ -140,7 +140,7 @@ def test_a_hook_that_cannot_take_the_point_is_refused(model: Model, hook: Any) -
 def test_other_options_of_add_hook_are_refused() -> None:
     point = HookPoint()
     for wrong in ("1", 1.0, True):
-        with pytest.raises(fh.HookTypeError, match="level is an int"):
+        with pytest.raises(fh.HookTypeError, match="level must be an int"):
             point.add_hook(observe, level=wrong)
     for wrong in ("name", [1]):
         with pytest.raises(fh.HookTypeError, match="list of names"):
@@ -159,7 +159,7 @@ def test_other_options_of_add_hook_are_refused() -> None:
 @pytest.mark.parametrize("scale", ["2", None, True, torch.tensor(2.0), [1]])
 def test_a_non_numeric_backward_scale_is_refused(scale: Any) -> None:
     point = HookPoint()
-    with pytest.raises(fh.HookTypeError, match="backward_scale is a number"):
+    with pytest.raises(fh.HookTypeError, match="backward_scale must be a number"):
         point.backward_scale = scale
     assert point.backward_scale == 1
 
@@ -176,9 +176,9 @@ def test_a_conversion_without_revert_is_refused() -> None:
             return value
 
     point = HookPoint()
-    with pytest.raises(fh.HookTypeError, match="Half lacks revert"):
+    with pytest.raises(fh.HookTypeError, match="Half has no revert"):
         point.enable_reshape(Half())
-    with pytest.raises(fh.HookTypeError, match="int lacks convert and revert"):
+    with pytest.raises(fh.HookTypeError, match="int has no convert and no revert"):
         point.hook_conversion = 3
     assert point.hook_conversion is None
 

@@ -175,7 +175,7 @@ def test_into_inner_restores_the_model(x: torch.Tensor) -> None:
     assert plain(x)["logits"].any()
     assert point.fwd_hooks[0].hook.calls == 0
     for act in (lambda: model(x), model.into_inner, model.run_with_cache, lambda: model.config):
-        with pytest.raises(fh.HookError, match="given back"):
+        with pytest.raises(fh.HookError, match="already returned"):
             act()
     assert repr(model) == "HookedRootModule(<given back>)"
 
@@ -223,7 +223,7 @@ def test_wrap_keeps_existing_points(x: torch.Tensor) -> None:
     model = HookedRootModule.wrap(inner, points={"blocks.*": "hook_out"})
     _, cache = model.run_with_cache(x)
     assert set(cache) == {*NAMES, "blocks.0.hook_out", "blocks.1.hook_out"}
-    with pytest.raises(fh.HookError, match="the model has a module there"):
+    with pytest.raises(fh.HookError, match="the model already has a module"):
         HookedRootModule.wrap(inner, points={"": "hook_out"})
     model.into_inner()
     assert type(inner) is Model

@@ -95,22 +95,24 @@ def test_registering_and_unregistering() -> None:
 
 def test_bad_input_names_the_key_and_registers_nothing() -> None:
     register_patch_mapping({"Attention": Other})
-    with pytest.raises(ValueError, match="'Attention' has a replacement: pass overwrite=True"):
+    with pytest.raises(
+        ValueError, match="'Attention' already has a replacement: pass overwrite=True"
+    ):
         register_patch_mapping({"New": Third, "Attention": Third})
     with pytest.raises(ValueError, match=r"'\*Attention' is neither .* nor a regex: nothing to"):
         register_patch_mapping({"New": Third, "*Attention": Third})
     for wrong in (3, int, Other()):
-        with pytest.raises(fh.HookTypeError, match="replacement of 'New' is a subclass of nn"):
+        with pytest.raises(fh.HookTypeError, match="replacement of 'New' must be a subclass of nn"):
             register_patch_mapping({"New": wrong})  # type: ignore[dict-item]
-    with pytest.raises(fh.HookTypeError, match="a key is the name of a class or a regex"):
+    with pytest.raises(fh.HookTypeError, match="a key must be the name of a class or a regex"):
         register_patch_mapping({3: Third})  # type: ignore[dict-item]
-    with pytest.raises(fh.HookTypeError, match="the mapping is a dict"):
+    with pytest.raises(fh.HookTypeError, match="the mapping must be a dict"):
         register_patch_mapping([Third])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'Atention' has no replacement.* 'Attention'"):
         unregister_patch_mapping(["Attention", "Atention"])
     with pytest.raises(fh.HookTypeError, match="a list of keys, got the str 'Attention'"):
         unregister_patch_mapping("Attention")
-    with pytest.raises(fh.HookTypeError, match="patch_output_recorders takes an instance"):
+    with pytest.raises(fh.HookTypeError, match="patch_output_recorders needs an instance"):
         patch_output_recorders(3)  # type: ignore[arg-type]
     assert get_patch_mapping() == {"Attention": Other}
 

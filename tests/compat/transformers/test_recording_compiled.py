@@ -260,7 +260,7 @@ def test_the_error_of_fullgraph_inside_a_recording_forward_names_the_reason() ->
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
     # The reason is not a lock of ours: traced code never meets one.
-    told = "a forward that records runs eagerly, and this one is inside of it"
+    told = "a forward that records runs eagerly, and this forward is inside one"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=told) as raised:
         model(X, output_hidden_states=True)
     assert "RLock" not in str(raised.value)

@@ -26,20 +26,22 @@ def declaring(**declared: Any) -> Model:
 
 
 def test_a_recorder_with_wrong_arguments_is_refused() -> None:
-    with pytest.raises(fh.HookTypeError, match="names a target_class or a class_name"):
+    with pytest.raises(fh.HookTypeError, match="needs a target_class or a class_name"):
         OutputRecorder(None)
-    with pytest.raises(fh.HookTypeError, match=r"target_class is a subclass of nn.Module, got the"):
+    with pytest.raises(
+        fh.HookTypeError, match=r"target_class must be a subclass of nn.Module, got the"
+    ):
         OutputRecorder(int)  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="index is a whole number, got str"):
+    with pytest.raises(fh.HookTypeError, match="index must be an int, got str"):
         OutputRecorder(Layer, index="1")  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="index is a whole number, got bool"):
+    with pytest.raises(fh.HookTypeError, match="index must be an int, got bool"):
         OutputRecorder(Layer, index=True)
-    with pytest.raises(fh.HookTypeError, match=r"dtype is a torch.dtype, got str"):
+    with pytest.raises(fh.HookTypeError, match=r"dtype must be a torch.dtype, got str"):
         OutputRecorder(Layer, dtype="half")  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="num_hidden_layers_key is a str, got int"):
+    with pytest.raises(fh.HookTypeError, match="num_hidden_layers_key must be a str, got int"):
         OutputRecorder(Layer, num_hidden_layers_key=3)  # type: ignore[arg-type]
     for name in ("capture_initial_hidden_state", "detach"):
-        with pytest.raises(fh.HookTypeError, match=f"{name} is a bool, got str"):
+        with pytest.raises(fh.HookTypeError, match=f"{name} must be a bool, got str"):
             OutputRecorder(Layer, **{name: "no"})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         OutputRecorder(Layer, device="nowhere")
@@ -51,7 +53,7 @@ def test_a_declaration_of_the_wrong_type_names_its_key(given: Any) -> None:
     with pytest.raises(fh.HookTypeError, match=r"_can_record_outputs\['hidden_states'\]"):
         model(X, output_hidden_states=True)
     model._can_record_outputs = [Layer]
-    with pytest.raises(fh.HookTypeError, match="_can_record_outputs is a dict"):
+    with pytest.raises(fh.HookTypeError, match="_can_record_outputs must be a dict"):
         model(X)
 
 
@@ -65,9 +67,11 @@ def test_an_index_out_of_range_names_its_key(index: int) -> None:
 
 def test_a_declaration_that_matches_no_module_names_its_key_and_the_closest() -> None:
     model = declaring(hidden_states="Lajer", attentions=nn.Conv2d)
-    with pytest.raises(fh.SelectionError, match=r"'hidden_states' of Lajer.*in it are Layer"):
+    with pytest.raises(
+        fh.SelectionError, match=r"'hidden_states' for Lajer.*closest classes are Layer"
+    ):
         model(X, output_hidden_states=True)
-    with pytest.raises(fh.SelectionError, match="'attentions' of Conv2d"):
+    with pytest.raises(fh.SelectionError, match="'attentions' for Conv2d"):
         model(X, output_attentions=True)
     assert list(model(X)) == ["last_hidden_state"]
     # Requested by a config: an empty tuple, as in transformers.
@@ -77,11 +81,15 @@ def test_a_declaration_that_matches_no_module_names_its_key_and_the_closest() ->
 
 def test_an_unknown_flag_names_the_closest() -> None:
     model = Model()
-    with pytest.raises(fh.HookTypeError, match=r"no 'output_hiden_states'.*output_hidden_states"):
+    with pytest.raises(
+        fh.HookTypeError, match=r"not know 'output_hiden_states'.*output_hidden_states"
+    ):
         model(X, output_hiden_states=True)
     # False requests nothing.
     assert list(model(X, output_hiden_states=False)) == ["last_hidden_state"]
-    with pytest.raises(fh.HookTypeError, match="is a bool, an index or a list of them, got 'all'"):
+    with pytest.raises(
+        fh.HookTypeError, match="must be a bool, an index or a list of indices, got 'all'"
+    ):
         model(X, output_hidden_states="all")
 
 
@@ -132,7 +140,7 @@ def test_flags_are_validated_compiled() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     assert "hidden_states" in compiled(X, output_hidden_states=True)
     # Dynamo wraps exceptions raised during tracing.
-    with pytest.raises(Exception, match=r"no 'output_hiden_states'.*output_attentions"):
+    with pytest.raises(Exception, match=r"not know 'output_hiden_states'.*output_attentions"):
         compiled(X, output_hiden_states=True)
 
 
@@ -155,7 +163,9 @@ def test_an_output_that_cannot_hold_recorded_values_is_refused(returned: Any) ->
         def forward(self, x: torch.Tensor) -> Any:
             return Output(self.layers[0](x))
 
-    with pytest.raises(fh.HookTypeError, match="Output has no field for what was recorded: layers"):
+    with pytest.raises(
+        fh.HookTypeError, match="Output has no field for these recorded outputs: layers"
+    ):
         NoField()(X, output_layers=True)
 
 
@@ -181,7 +191,9 @@ def test_a_layer_that_cannot_be_instrumented_is_refused() -> None:
 def test_decorators_and_uninstall_refuse_arguments_of_a_wrong_type() -> None:
     with pytest.raises(fh.HookTypeError, match="capture_outputs decorates a forward, got"):
         capture_outputs(3)  # type: ignore[call-overload]
-    with pytest.raises(fh.HookTypeError, match="merge_with_config_defaults decorates a forward"):
+    with pytest.raises(
+        fh.HookTypeError, match="merge_with_config_defaults must decorate a forward"
+    ):
         merge_with_config_defaults(3)  # type: ignore[type-var]
-    with pytest.raises(fh.HookTypeError, match=r"uninstall takes an instance of nn.Module, got"):
+    with pytest.raises(fh.HookTypeError, match=r"uninstall needs an instance of nn.Module, got"):
         uninstall(3)  # type: ignore[arg-type]

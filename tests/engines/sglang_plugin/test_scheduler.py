@@ -235,7 +235,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),
         (
             entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
-            "computes no gradients",
+            "does not compute gradients",
         ),
         (
             entry(type="on", what="model.layers.1", hook={**ADD, "vector": {"tensor": "nobody"}}),
@@ -283,7 +283,7 @@ def test_salts_cannot_be_forged(local: Local) -> None:
     assert first == third != second
     for plan in (None, steering().plan):
         for forged in (first, "ferrohook:"):
-            assert "made by ferrohook alone" in refusal(local, plan, cache_salt=forged)
+            assert "reserved for ferrohook" in refusal(local, plan, cache_salt=forged)
 
 
 FAILS = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR)), fh.keep("model.layers.1", max_bytes=1))

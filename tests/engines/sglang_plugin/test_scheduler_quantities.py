@@ -28,12 +28,15 @@ def test_plans_at_once_give_what_transformers_gives_for_each(llama: Any, local: 
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention computes no pattern"),
+        (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention does not compute a pattern"),
         (fh.keep("@logits"), "@logits is not proved .* only for the tokens that it samples from"),
-        (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the nearest .*@resid_post"),
-        (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
-        (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "has a width of 64, the head of @z.1 one of 32"),
-        (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 is of each head"),
+        (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the closest .*@resid_post"),
+        (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read but not written"),
+        (
+            fh.on("@z.1", fh.Add(torch.ones(WIDTH))),
+            "has a width of 64, but the head of @z.1 has 32",
+        ),
+        (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 acts on each head"),
         (fh.on("@z.1.2", fh.Zero()), "@z.1.2 names no head: @z.1 has heads 0 to 1"),
         (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
         (fh.keep("model.layers.1.ferrohook_stream"), "closest names"),
@@ -91,5 +94,5 @@ def test_a_worker_whose_quantities_are_of_other_rows_serves_no_plans(
 
     worker._test_itself(worker.loaded_model().modules)
     monkeypatch.setattr(worker, "_captured", mixed)
-    with pytest.raises(fh.HookError, match=r"other rows of '@z\.3'"):
+    with pytest.raises(fh.HookError, match=r"wrong rows of '@z\.3'"):
         worker._test_itself(worker.loaded_model().modules)

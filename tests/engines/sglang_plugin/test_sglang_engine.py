@@ -87,7 +87,7 @@ def test_vectors_by_name(llama: Any, engine: Any) -> None:
     sglang.drop_vectors(engine, ["calm"])
     with pytest.raises(KeyError):
         sglang.drop_vectors(engine, ["calm"])
-    with pytest.raises(ValueError, match="no vector 'calm' was uploaded; there: none"):
+    with pytest.raises(ValueError, match="no vector 'calm' was uploaded; uploaded: none"):
         engine.generate(input_ids=PROMPT, sampling_params=asked)
-    with pytest.raises(fh.HookTypeError, match="the vector 'calm' is a tensor"):
+    with pytest.raises(fh.HookTypeError, match="the vector 'calm' must be a tensor"):
         sglang.put_vectors(engine, {"calm": [1.0]})  # type: ignore[dict-item]

@@ -228,7 +228,9 @@ def test_vectors_are_uploaded_once(llama: Any, server: Server) -> None:
         client.drop_vectors(["calm/1"])
         with pytest.raises(KeyError):
             client.drop_vectors(["calm/1"])
-        with pytest.raises(RequestRefusedError, match="no vector 'calm/1' was uploaded; there: un"):
+        with pytest.raises(
+            RequestRefusedError, match="no vector 'calm/1' was uploaded; uploaded: un"
+        ):
             client.generate(PROMPT, named("calm/1"), max_tokens=NEW)
     path = f"{server.address}/v1/ferrohook/vectors"
     assert httpx.put(path, content=b"no safetensors").status_code == 422
@@ -254,7 +256,7 @@ def test_capabilities(server: Server) -> None:
     assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"
     assert stream["writable"]
     assert found.raw["quantities"]["@q.0"]["heads"] == [2, WIDTH // 2]
-    assert "no pattern" in found.raw["quantities"]["@pattern.0"]["refused"]
+    assert "not compute a pattern" in found.raw["quantities"]["@pattern.0"]["refused"]
     told = httpx.get(f"{server.address}/server_info").json()
     assert not [each for each in told["internal_states"] if "ferrohook" in each]
 

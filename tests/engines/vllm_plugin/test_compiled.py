@@ -84,14 +84,14 @@ def test_random_requests(models: Any, engine: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        (fh.Plan(fh.keep("model.norm")), "no site of this compiled engine"),
-        (fh.Plan(fh.on("model.layers.1", fh.Zero())), "name Zero in sites_kinds"),
+        (fh.Plan(fh.keep("model.norm")), "not a site of this compiled engine"),
+        (fh.Plan(fh.on("model.layers.1", fh.Zero())), "add Zero to sites_kinds"),
         (
             fh.Plan(
                 fh.on("model.layers.1", fh.Ablate(torch.ones(WIDTH))),
                 fh.on("model.layers.1", fh.Scale(2.0)),
             ),
-            "Add, Scale, Ablate, Clamp, in this order",
+            "Add, Scale, Ablate, Clamp in this order",
         ),
         (fh.Plan(fh.keep("model.layers.1", inputs=True)), "inputs is not supported"),
         (
@@ -99,7 +99,7 @@ def test_random_requests(models: Any, engine: Any) -> None:
                 fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)), at=0),
                 fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)), at=1),
             ),
-            "at several positions",
+            "at different positions",
         ),
         (
             fh.Plan(fh.keep("model.layers.1"), fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)))),

@@ -248,7 +248,7 @@ def test_captures_have_labels_dtypes_and_parts(llm: Any) -> None:
     assert acts["model.layers.1"].shape == (1, WIDTH)
     assert not torch.allclose(acts["half:model.layers.1"].float(), acts["model.layers.1"])
     assert acts["model.layers.1.self_attn.qkv_proj"].shape == (3, 3 * WIDTH)
-    with pytest.raises(KeyError, match="were fetched"):
+    with pytest.raises(KeyError, match="were already fetched"):
         vllm.activations(llm, output)
 
 
@@ -358,7 +358,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
         (entry(type="keep", what="model.layers.1", stop=True), "stop is not supported"),
         (entry(type="keep", what="model.layers.1", calls="all"), "calls is not supported"),
-        (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
+        (entry(type="keep", what="model.layers.1", inputs=True), r"choose one of \[1, 2\]"),
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
@@ -370,7 +370,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         ),
         (
             entry(type="on", what="model.layers.1", hook=ADD, phase="backward"),
-            "computes no gradients",
+            "does not compute gradients",
         ),
         (
             entry(
@@ -390,14 +390,14 @@ def test_a_bad_plan_is_refused_before_it_is_scheduled(llm: Any, plan: Any, reaso
 
 def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
     plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
-    with pytest.raises(ValueError, match=r"width of 3.*one of 64"):
+    with pytest.raises(ValueError, match=r"width of 3.*has 64"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
 
 
 @pytest.mark.parametrize("index", [0, -1, slice(0, 2), (0, ...), [0, 1]])
 def test_a_slice_keeps_all_tokens(llm: Any, index: Any) -> None:
     plan = fh.Plan(fh.keep("model.layers.1", slice=index))
-    with pytest.raises(ValueError, match=r"slice of keep.*all tokens"):
+    with pytest.raises(ValueError, match=r"slice= of keep.*all tokens"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
     plan = fh.Plan(fh.keep("model.layers.1", slice=(..., slice(0, 8))))
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
@@ -430,10 +430,10 @@ def test_captures_that_nobody_fetches_are_dropped(llm: Any) -> None:
         ]
         answer(llm, Job([5]))
         assert state(llm)["results_bytes"] <= worker.options.results_bytes
-        with pytest.raises(fh.HookError, match="dropped for results_bytes"):
+        with pytest.raises(fh.HookError, match="dropped to stay within results_bytes"):
             vllm.activations(llm, outputs[0])
         assert len(vllm.activations(llm, outputs[-1]).acts["model.layers.0"]) > len(PROMPT)
-        with pytest.raises(KeyError, match="were fetched"):
+        with pytest.raises(KeyError, match="were already fetched"):
             vllm.activations(llm, outputs[-1])
     finally:
         object.__setattr__(worker.options, "results_bytes", 2**30)
@@ -487,7 +487,7 @@ def test_vectors_have_names(models: Any, llm: Any) -> None:
         check(VECTOR)
     with pytest.raises(KeyError):
         vllm.drop_vectors(llm, ["calm"])
-    with pytest.raises(fh.HookTypeError, match="'calm' is a tensor"):
+    with pytest.raises(fh.HookTypeError, match="'calm' must be a tensor"):
         vllm.put_vectors(llm, {"calm": [1.0]})  # type: ignore[dict-item]
 
 

@@ -145,7 +145,7 @@ def test_salts_cannot_be_forged(llm: Any) -> None:
     plan, used = STEERED.plan.to_json(), {}
     assert admission._digest(plan, used) not in first + second
     for forged in (first, "ferrohook:", f"ferrohook:{admission._digest(plan, used)}"):
-        with pytest.raises(ValueError, match="made by ferrohook alone"):
+        with pytest.raises(ValueError, match="reserved for ferrohook"):
             engine.add_request(
                 "forged", {"prompt_token_ids": PROMPT, "cache_salt": forged}, sampling()
             )

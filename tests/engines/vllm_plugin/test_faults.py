@@ -64,7 +64,7 @@ def serve(llm: Any, model: Any, injector: Injector) -> None:
             if had_fault or job.plan is None or answer.error is None:
                 job.check(model, answer, NEW)
             else:
-                lost = "captures of the request are not there", "is not finished"
+                lost = "captures of the request are missing", "is not finished"
                 assert any(it in answer.error for it in (injector.where, *lost)), answer.error
     llm.generate({"prompt_token_ids": [5]}, sampling(None, 1), use_tqdm=False)
     assert state(llm)["requests"] == 0, injector.where

@@ -368,7 +368,9 @@ def test_captures_take_the_token_of_the_answer(
 
 def test_captures_without_a_token_are_refused(engine: Engine) -> None:
     """Of requests from other routes than completions and chats: they could not be fetched."""
-    with pytest.raises(ValueError, match="captures come by the routes that give a token"):
+    with pytest.raises(
+        ValueError, match="captures are available only on the routes that return a token"
+    ):
         asyncio.run(engine.send(KEEP, None))
 
 
@@ -459,7 +461,9 @@ def test_a_token_that_no_route_made_opens_nothing_and_stops_nobody(
     engine: Engine, token: Any
 ) -> None:
     """A route that is not ours passes on a client's value in place of the token."""
-    with pytest.raises(ValueError, match="captures come by the routes that give a token"):
+    with pytest.raises(
+        ValueError, match="captures are available only on the routes that return a token"
+    ):
         asyncio.run(engine.send(KEEP, token))
     asyncio.run(engine.send(KEEP))
     for sent, status in (("", 403), ("5", 404), (OWN, 409)):  # 409: it runs
@@ -517,4 +521,4 @@ def test_a_dead_engine_and_an_old_release_say_so(
     assert "the engine is dead" in dead.text
     for answer in old:
         assert answer.status_code == httpx.codes.NOT_IMPLEMENTED
-        assert "0.1.9 is older than those that were tried: 0.32" in answer.text
+        assert "0.1.9 is older than the tested releases: 0.32" in answer.text

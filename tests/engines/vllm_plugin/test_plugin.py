@@ -70,8 +70,8 @@ def test_a_compiled_model_of_transformers_is_refused() -> None:
         ({"capture_bytes": 0}, "at least 1; got 0"),
         ({"results_bytes": "many"}, "at least 1; got 'many'"),
         ({"sites_bytes": True}, "at least 1; got True"),
-        ({"sites_kinds": "Scale"}, "sites_kinds is a list of names out of"),
-        ({"sites_kinds": ["Add"]}, "sites_kinds is a list of names out of"),
+        ({"sites_kinds": "Scale"}, "sites_kinds must be a list of names from"),
+        ({"sites_kinds": ["Add"]}, "sites_kinds must be a list of names from"),
         ({"sites_kinds": ["Sale"]}, "got \\['Sale'\\]"),
         ([], r"got \[\]"),
     ],
@@ -99,7 +99,7 @@ def test_the_plug_in_attaches_once() -> None:
 @pytest.mark.parametrize(
     ("version", "missing", "reason"),
     [
-        ("0.31.4", None, r"vllm 0\.31\.4 is older than those that were tried: 0\.32"),
+        ("0.31.4", None, r"vllm 0\.31\.4 is older than the tested releases: 0\.32"),
         (
             "9.9.1",
             "run_busy_loop",
@@ -328,12 +328,12 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     ("entry", "reason"),
     [
         (fh.keep("tensor", output_index=0), "returns one tensor: leave it out"),
-        (fh.keep("layer", output_index=2), r"has the outputs \[0, 1\]"),
-        (fh.keep("layer", output_index=-3), r"has the outputs \[0, 1\]"),
-        (fh.keep("layer", output_index="hidden"), r"has the outputs \[0, 1\]"),
-        (fh.keep("pair", output_index=1), r"has the outputs \[0\]"),
-        (fh.keep("pair", output_index="sum"), r"has the outputs \[0\]"),
-        (fh.on("layer", fh.Zero(output_index=7)), r"has the outputs \[0, 1\]"),
+        (fh.keep("layer", output_index=2), r"has outputs at \[0, 1\]"),
+        (fh.keep("layer", output_index=-3), r"has outputs at \[0, 1\]"),
+        (fh.keep("layer", output_index="hidden"), r"has outputs at \[0, 1\]"),
+        (fh.keep("pair", output_index=1), r"has outputs at \[0\]"),
+        (fh.keep("pair", output_index="sum"), r"has outputs at \[0\]"),
+        (fh.on("layer", fh.Zero(output_index=7)), r"has outputs at \[0, 1\]"),
         (fh.on("layer", fh.Add(torch.ones(3), output_index=1)), "width of 3"),
         (fh.keep("tensor", slice=(..., WIDTH)), "does not fit the tensor at 'tensor'"),
         (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit the tensor at 'tensor'"),

@@ -123,14 +123,14 @@ BROKEN = {
     "zeros": (settling(lambda ids, counts, first: (ids, counts, [0] * len(first))), "never ran"),
     "one late": (
         settling(lambda ids, counts, first: (ids, counts, [it + 1 for it in first])),
-        "never ran for the positions",
+        "never ran for positions",
     ),
     "nobody": (nobody, "never ran"),
     "unsalted": (unsalted, "shared a prefix in the cache"),
     "salt ignored": (salt_ignored, "shared a prefix in the cache"),
-    "cached positions": (cached_positions_kept, "never ran for the positions"),
-    "failures": (failures_lost, "did not end with the reason"),
-    "ends": (ends_lost, "requests stay open"),
+    "cached positions": (cached_positions_kept, "never ran for positions"),
+    "failures": (failures_lost, "did not end with the right reason"),
+    "ends": (ends_lost, "requests stayed open"),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_newer_release_warns_once_where_the_self_test_passes(
     self_test.run(core)
     (said,) = [it for it in caplog.records if "9.9.1rc1" in it.message]
     assert said.levelno == logging.WARNING
-    assert "newer than the releases that were tried" in said.message
+    assert "newer than the tested releases" in said.message
     (output,) = llm.generate(PROMPT, sampling(PLAN), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
 

@@ -239,7 +239,7 @@ def test_beam_search_and_chats_refuse_what_they_would_drop(client: httpx.Client)
     job = Job(PROMPT, (Change(1, fh.Zero(), None),))
     answer = client.post("/v1/completions", json=body(job, use_beam_search=True, n=2))
     assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
-    assert "beam search is refused" in answer.text
+    assert "beam search is not supported" in answer.text
 
 
 def test_fuzzed_plans_end_no_server(
@@ -283,7 +283,7 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"
     assert stream["writable"]
     assert found["quantities"]["@q.0"]["heads"] == [2, WIDTH // 2]
-    assert "no pattern" in found["quantities"]["@pattern.0"]["refused"]
+    assert "not compute a pattern" in found["quantities"]["@pattern.0"]["refused"]
     for name in ("plans", "failures", "rows", "captures", "captured_bytes"):
         assert f"ferrohook_{name}_total" in client.get("/metrics").text
     path = "/v1/ferrohook/captures/nobody"
@@ -306,7 +306,7 @@ def test_a_cancelled_request_has_no_captures(running: Server, client: httpx.Clie
         answer = wait_for(client, httpx.codes.NOT_FOUND)
     finally:
         worker.resume()
-    assert "no request 'cmpl-cancelled' captures" in answer.text
+    assert "no captures for request 'cmpl-cancelled'" in answer.text
 
 
 def wait_for(client: httpx.Client, code: int) -> httpx.Response:
@@ -347,7 +347,7 @@ def test_each_route_serves_a_plan_whole_or_refuses_it(client: httpx.Client) -> N
         ends.append(kept.is_success)
         if not kept.is_success:
             assert kept.status_code == httpx.codes.BAD_REQUEST, (path, kept.text)
-            assert "captures come by the routes" in kept.text
+            assert "captures are available only on the routes" in kept.text
             continue
         name = kept.json()["id"]
         own = {HEADER: kept.headers[HEADER]}

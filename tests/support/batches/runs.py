@@ -730,7 +730,7 @@ def mismatched_error(case: Case, owner: Any, member: Any) -> str | None:
     told += getattr(error, "__notes__", [])
     for each in told:
         kind = re.search(r" hook (\w+) kind ", each)
-        if kind is None or "of no tensor" in each:  # of any hook that reads
+        if kind is None or "of any tensor" in each:  # of any hook that reads
             continue
         found = kind[1]
         guilty = {*BAD, "interrupt"}

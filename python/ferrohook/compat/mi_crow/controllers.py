@@ -107,13 +107,13 @@ class Controller(Hook):
         changed = self.modify_activations(module, inputs, passed)
         if version is not None and version_of(passed) != version:
             msg = (
-                "it wrote to the activations in place, which others may share: "
-                "return a new tensor, as x * 2 and not x.mul_(2), or write to x.clone()"
+                "it wrote in place to the activations, which others may share: return a new "
+                "tensor, such as x * 2 instead of x.mul_(2), or write to x.clone()"
             )
             raise RuntimeError(msg)
         if changed is None or changed is original:
             return None if passed is original else passed
-        expect(changed, Tensor, "modify_activations returns a tensor or None")
+        expect(changed, Tensor, "modify_activations must return a tensor or None")
         return changed
 
 
@@ -144,7 +144,7 @@ class FunctionController(Controller):
         hook_id: str | None = None,
     ) -> None:
         check_signature(layer_signature)
-        expect_callable(function, "function is called with a tensor")
+        expect_callable(function, "function must be a callable that takes a tensor")
         refuse_async(function, "function")
         super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
         self.function = function
@@ -157,7 +157,7 @@ class FunctionController(Controller):
     ) -> Tensor | None:
         target: Any = output if self._hook_type is HookType.FORWARD else inputs
         result = self.function(target)
-        expect(result, Tensor, "function returns a tensor")
+        expect(result, Tensor, "function must return a tensor")
         return result
 
 
@@ -190,7 +190,7 @@ class InterventionController(Controller):
         hook_id: str | None = None,
     ) -> None:
         check_signature(layer_signature)
-        expect(intervention, Intervention, "intervention is one, such as an Add")
+        expect(intervention, Intervention, "intervention must be an Intervention, such as Add")
         super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
         self.intervention = intervention
 

@@ -63,7 +63,7 @@ class Detector(Hook, Collectable):
         layer_signature: str | int | None = None,
     ) -> None:
         super().__init__(layer_signature=layer_signature, hook_type=hook_type, hook_id=hook_id)
-        expect(store, Store | None, "store is a ferrohook.data.Store or None")
+        expect(store, Store | None, "store must be a ferrohook.data.Store or None")
         self.store = store
         self._contents = Contents()
 
@@ -115,7 +115,7 @@ class Detector(Hook, Collectable):
         """
         layer = self.layer
         if self.store is None or layer is None:
-            missing = "has no store" if self.store is None else "is registered on no layer"
+            missing = "has no store" if self.store is None else "is not registered on a layer"
             msg = f"{self} {missing}: save needs both"
             raise HookError(msg)
         self.store.put(run, batch, layer, dict(self.tensor_metadata))
@@ -190,7 +190,7 @@ class LayerActivationDetector(Detector):
     ) -> None:
         check_signature(layer_signature)
         check_copy(copy)
-        expect(target_dtype, torch.dtype | None, "target_dtype is a torch.dtype or None")
+        expect(target_dtype, torch.dtype | None, "target_dtype must be a torch.dtype or None")
         super().__init__(hook_id=hook_id, store=store, layer_signature=layer_signature)
         self.target_dtype = target_dtype
         self._copies = copy
@@ -287,7 +287,7 @@ class ModelInputDetector(Detector):
         Raises:
             HookTypeError: `encodings` is no mapping.
         """
-        expect(encodings, Mapping, "encodings is a mapping with 'input_ids'")
+        expect(encodings, Mapping, "encodings must be a mapping with 'input_ids'")
         self._collect_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
 
     def _collect_inputs(self, ids: Any, mask: Any) -> None:

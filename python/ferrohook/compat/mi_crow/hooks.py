@@ -105,8 +105,8 @@ class Hook(abc.ABC):
         if (cls._detects or cls._controls) and cls._hook_fn is not None:
             method = "process_activations" if cls._detects else "modify_activations"
             msg = (
-                f"{cls.__name__} has a _hook_fn, which only direct subclasses of Hook implement: "
-                f"implement {method} instead"
+                f"{cls.__name__} has a _hook_fn, which only direct subclasses of Hook may "
+                f"implement: implement {method} instead"
             )
             raise HookTypeError(msg)
 
@@ -116,7 +116,7 @@ class Hook(abc.ABC):
         hook_type: HookType | str = HookType.FORWARD,
         hook_id: str | None = None,
     ) -> None:
-        expect(hook_id, str | None, "hook_id is a str or None")
+        expect(hook_id, str | None, "hook_id must be a str or None")
         check_signature(layer_signature, optional=True)
         for name in ("_hook_fn", "process_activations", "modify_activations"):
             if method := getattr(self, name, None):
@@ -144,7 +144,10 @@ class Hook(abc.ABC):
     @hook_type.setter
     def hook_type(self, hook_type: HookType | str) -> None:
         if self._registered:
-            msg = f"{self} is registered: set its hook_type before, or pass it to register_hook"
+            msg = (
+                f"{self} is already registered: set its hook_type before registering it, or pass "
+                "hook_type to register_hook"
+            )
             raise _HookError(msg)
         self._hook_type = self._validated(hook_type)
 
@@ -256,7 +259,7 @@ class Hook(abc.ABC):
 
     @classmethod
     def _validated(cls, hook_type: HookType | str) -> HookType:
-        expect(hook_type, str, "hook_type is a HookType or a str")
+        expect(hook_type, str, "hook_type must be a HookType or a str")
         allowed = ", ".join(repr(each.value) for each in cls._types)
         try:
             found = HookType(hook_type)
@@ -264,7 +267,7 @@ class Hook(abc.ABC):
             msg = f"unknown hook_type {hook_type!r}: expected one of {allowed}"
             raise ValueError(msg) from None
         if found not in cls._types:
-            msg = f"the hook_type of a {cls.__name__} is {allowed}, got {found.value!r}"
+            msg = f"the hook_type of a {cls.__name__} must be one of {allowed}, got {found.value!r}"
             raise ValueError(msg)
         return found
 
@@ -295,5 +298,5 @@ def _on(layer: str | None) -> str:
 
 def check_signature(layer_signature: object, *, optional: bool = False) -> None:
     """Validates the name or index of a layer."""
-    expected = "layer_signature is the name or the index of a layer ('' for the model itself)"
+    expected = "layer_signature must be the name or the index of a layer ('' for the model itself)"
     expect(layer_signature, str | int | None if optional else str | int, expected)

@@ -53,7 +53,7 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        expect_module(model, "Layers takes")
+        expect_module(model, "Layers needs")
         self.model = model
         self._hooks: dict[str, _Registered] = {}
 
@@ -110,10 +110,13 @@ class Layers:
         }
         with _LOCK:
             if hook._registered:
-                msg = f"{hook} is registered: unregister it first, or create another"
+                msg = f"{hook} is already registered: unregister it first, or create a new one"
                 raise HookError(msg)
             if hook.id in self._hooks and self._hooks[hook.id].hook is not hook:
-                msg = f"the id {hook.id!r} is taken by {self._hooks[hook.id].hook}: pass another"
+                msg = (
+                    f"the id {hook.id!r} is already used by {self._hooks[hook.id].hook}: pass a "
+                    "different one"
+                )
                 raise HookError(msg)
             if hook._layers is not None:  # its handle was removed without its `Layers`
                 hook._layers.unregister_hook(hook)
@@ -248,7 +251,7 @@ class Layers:
         if isinstance(layer_signature, int):
             if 0 <= layer_signature < len(layers):
                 return layers[layer_signature]
-            msg = f"{model} has {len(layers)} layers, counted from 0, got {layer_signature}"
+            msg = f"{model} has {len(layers)} layers, numbered from 0, got {layer_signature}"
             raise SelectionError(msg)
         places = {"": self.model, **dict(layers)}
         if layer_signature in places:
@@ -258,7 +261,10 @@ class Layers:
         if len(found) == 1:
             return found[0], places[found[0]]
         if found:
-            msg = f"{layer_signature!r} is {len(found)} layers of {model}: use {_listed(found)}"
+            msg = (
+                f"{layer_signature!r} matches {len(found)} layers of {model}: use one of "
+                f"{_listed(found)}"
+            )
             raise SelectionError(msg)
         names = closest_to(layer_signature, [*places, *flat.values()])
         if names:
@@ -304,7 +310,7 @@ def _id(hook_or_id: Hook | str) -> str:
         return hook_or_id.id
     if isinstance(hook_or_id, str):
         return hook_or_id
-    msg = f"a hook or its id, a str, is expected, got {describe(hook_or_id)}"
+    msg = f"expected a hook, or its id as a str, got {describe(hook_or_id)}"
     raise HookTypeError(msg)
 
 

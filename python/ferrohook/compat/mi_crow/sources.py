@@ -26,8 +26,8 @@ class DetectedTensors(Source):
     def __init__(self, detector: Detector, model: nn.Module, store: Store) -> None:
         if detector.store not in (None, store):
             msg = (
-                f"{detector} has a store of its own, {detector.store!r}: pass that one to collect, "
-                "or set the detector's to None"
+                f"{detector} already has the store {detector.store!r}: pass this store to collect, "
+                "or set the detector's store to None"
             )
             raise HookError(msg)
         signature = detector.layer_signature
@@ -35,7 +35,7 @@ class DetectedTensors(Source):
         if detector.layer is None and self._signature is None:
             msg = (
                 f"{detector} has no layer: set its layer_signature ('' for the model itself), or "
-                "register it before"
+                "register it first"
             )
             raise HookError(msg)
         self._layers = Layers(model)

@@ -94,8 +94,8 @@ def fit(modified: Tensor, original: Tensor, device: torch.device | str | None = 
     """
     if modified.shape != original.shape:
         msg = (
-            f"a replacement has the shape of the tensor it replaces, {tuple(original.shape)}, "
-            f"got {tuple(modified.shape)}"
+            "a replacement must have the shape of the tensor it replaces, "
+            f"{tuple(original.shape)}, got {tuple(modified.shape)}"
         )
         raise ValueError(msg)
     if device is None:

@@ -240,7 +240,7 @@ def check_hook(hook: Any) -> None:
     refuse_async(hook, "a hook")
     if usual_code(hook):
         return
-    expect_callable(hook, "a hook is called as hook(tensor, hook=point)")
+    expect_callable(hook, "a hook must be callable as hook(tensor, hook=point)")
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -249,7 +249,7 @@ def check_hook(hook: Any) -> None:
         signature.bind(None, hook=None)
     except TypeError as error:
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        msg = f"a hook is called as hook(tensor, hook=point), and {name}{signature} cannot be"
+        msg = f"a hook must be callable as hook(tensor, hook=point), but {name}{signature} is not"
         raise HookTypeError(msg) from error
 
 
@@ -324,11 +324,11 @@ class HookPoint(nn.Module):
         """
         kind = HANDLES.get(dir)
         if kind is None:
-            msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
+            msg = f"dir must be 'fwd' or 'bwd', got {dir!r}"
             raise ValueError(msg)
         check_hook(hook)
         if level is not None and type(level) is not int:
-            msg = f"level is an int or None, got {type(level).__name__}"
+            msg = f"level must be an int or None, got {type(level).__name__}"
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
@@ -417,8 +417,8 @@ class HookPoint(nn.Module):
         ]
         if conversion is not None and missing:
             msg = (
-                "a conversion has the methods convert(value) and revert(value), "
-                f"{describe(conversion)} lacks {' and '.join(missing)}"
+                "a conversion needs the methods convert(value) and revert(value), but "
+                f"{describe(conversion)} has no {' and no '.join(missing)}"
             )
             raise HookTypeError(msg)
         self._hook_conversion = conversion
@@ -446,9 +446,9 @@ class HookPoint(nn.Module):
 
     @backward_scale.setter
     def backward_scale(self, scale: float) -> None:
-        expect(scale, int | float, "backward_scale is a number")
+        expect(scale, int | float, "backward_scale must be a number")
         if not math.isfinite(scale):
-            msg = f"backward_scale is a finite number, got {scale}"
+            msg = f"backward_scale must be finite, got {scale}"
             raise ValueError(msg)
         self._backward_scale = float(scale)
 
@@ -487,14 +487,14 @@ def directions(direction: object) -> tuple[str, ...]:
     if direction == "both":
         return tuple(HANDLES)
     if direction not in HANDLES:
-        msg = f"dir is 'fwd', 'bwd' or 'both', got {direction!r}"
+        msg = f"dir must be 'fwd', 'bwd' or 'both', got {direction!r}"
         raise ValueError(msg)
     return (str(direction),)
 
 
 def _check_aliases(names: Sequence[str]) -> list[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        msg = f"alias_names is a list of names, got {names!r}"
+        msg = f"alias_names must be a list of names, got {names!r}"
         raise HookTypeError(msg)
     if not names:
         msg = "alias_names is empty: the hook would never be called"
@@ -512,7 +512,7 @@ def layer_of(name: str | None) -> int:
     if len(segments) > 1 and segments[1].isdecimal():
         return int(segments[1])
     if name is None:
-        msg = "this hook point has no name yet, and so no layer: call the model's setup()"
+        msg = "this hook point has no name yet, and therefore no layer: call the model's setup()"
     else:
-        msg = f"{name!r} has no layer index as second segment, as 'blocks.3.attn' has"
+        msg = f"{name!r} has no layer index as its second segment, unlike 'blocks.3.attn'"
     raise ValueError(msg)

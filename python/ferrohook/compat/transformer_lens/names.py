@@ -33,7 +33,7 @@ def points_named(model: nn.Module, names: Iterable[str]) -> dict[str, HookPoint]
     points: Mapping[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     found: dict[str, HookPoint] = {}
     for name in names:
-        expect(name, str, "the name of a hook point is a str")
+        expect(name, str, "the name of a hook point must be a str")
         point = points.get(name)
         if point is None:
             raise SelectionError(_unknown(model, name))
@@ -59,8 +59,8 @@ def points_filtered(model: nn.Module, names_filter: NamesFilter) -> dict[str, Ho
         wanted = points_named(model, names_filter)
         return {name: point for name, point in points.items() if name in wanted}
     msg = (
-        "names_filter is a name, a list, tuple or set of names, a predicate of names or None, "
-        f"got {describe(names_filter)}"
+        "names_filter must be a name, a list, tuple or set of names, a predicate of names or "
+        f"None, got {describe(names_filter)}"
     )
     raise HookTypeError(msg)
 
@@ -68,10 +68,13 @@ def points_filtered(model: nn.Module, names_filter: NamesFilter) -> dict[str, Ho
 def _unknown(model: nn.Module, name: str) -> str:
     points: Mapping[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     modules: Mapping[str, nn.Module] = model.mod_dict  # type: ignore[assignment]  # of a root
-    kind = f"is {with_article(modules[name])}" if name in modules else "names nothing"
-    msg = f"{name!r} {kind} in {model._get_name()} and is no hook point"
+    owner = model._get_name()
+    if name in modules:
+        msg = f"{name!r} is {with_article(modules[name])} in {owner}, not a hook point"
+    else:
+        msg = f"{owner} has no hook point {name!r}"
     if not points:
-        return f"{msg}: it has none"
+        return f"{msg}: it has none at all"
     closest = closest_to(name, points)
     listed = ", ".join(map(repr, closest or list(points)[:MOST_SUGGESTIONS]))
-    return f"{msg}; the {'closest' if closest else 'first'} of them are {listed}"
+    return f"{msg}; the {'closest' if closest else 'first'} hook points are {listed}"

@@ -240,7 +240,7 @@ class HookedRootModule(nn.Module):
     def _points(self, name: NameOrFilter) -> dict[str, HookPoint]:
         if isinstance(name, str):
             return points_named(self, [name])
-        expect_callable(name, "a hook is added to a name or a predicate of names")
+        expect_callable(name, "a hook must be added to a name or a predicate of names")
         return points_filtered(self, name)
 
     def add_perma_hook(
@@ -495,7 +495,7 @@ class HookedRootModule(nn.Module):
     ) -> tuple[Any, list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
         if cache is None:
             cache = PointCache()
-        expect(cache, MutableMapping, "cache is a dict, or None for a new one")
+        expect(cache, MutableMapping, "cache must be a dict, or None for a new one")
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
             return [
@@ -637,7 +637,7 @@ def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
         names, hooks = tuple(zip(*pairs, strict=True)) or ((), ())
         return zip(names, hooks, strict=True)
     except (TypeError, ValueError) as error:
-        msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
+        msg = f"{dir}_hooks must be a list of pairs (name, hook), got {pairs!r}"
         raise HookTypeError(msg) from error
 
 
@@ -653,8 +653,8 @@ def _cache_options(
 def _check_batch(first: object) -> None:
     if isinstance(first, Tensor) and first.ndim and first.shape[0] != 1:
         msg = (
-            "remove_batch_dim drops a first dimension of 1, and the model's first argument has "
-            f"one of {first.shape[0]}"
+            "remove_batch_dim needs a first dimension of size 1, but that of the model's first "
+            f"argument has size {first.shape[0]}"
         )
         raise ValueError(msg)
 

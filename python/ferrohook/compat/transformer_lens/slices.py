@@ -57,8 +57,8 @@ class Slice:
             self.slice, self.mode = np.asarray(input_slice), "array"
         else:
             msg = (
-                "a Slice is made from an int, a tuple of one to three ints, a slice, a list, "
-                f"tensor or array of indices, or None, got {input_slice!r}"
+                "a Slice must be created from an int, a tuple of one to three ints, a slice, a "
+                f"list, tensor or array of indices, or None, got {input_slice!r}"
             )
             raise ValueError(msg)
 

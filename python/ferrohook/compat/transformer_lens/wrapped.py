@@ -69,7 +69,7 @@ def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
     listed = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Iterable) else list(kinds)
     for kind in listed:
         if kind not in _KINDS:
-            msg = f"a module gets the hook points 'hook_in', 'hook_out' or both, got {kind!r}"
+            msg = f"the hook points of a module must be 'hook_in', 'hook_out' or both, got {kind!r}"
             raise ValueError(msg)
     return listed
 
@@ -121,7 +121,7 @@ class WrappedModel(TransparentWrapper):
             HookError: `into_inner` was called.
         """
         if self._model is None:
-            msg = "this model was given back by into_inner: wrap it again"
+            msg = "into_inner() already returned this model: wrap it again"
             raise HookError(msg)
         return self._model
 
@@ -141,7 +141,10 @@ class WrappedModel(TransparentWrapper):
         for (name, kind), point in self._created_points.items():
             point.name = _joined(name, kind)
             if point.name in modules:
-                msg = f"cannot make the hook point {point.name!r}: the model has a module there"
+                msg = (
+                    f"cannot create the hook point {point.name!r}: the model already has a module "
+                    "with this name"
+                )
                 raise HookError(msg)
             points[point.name] = point
         self.mod_dict, self.hook_dict = modules | points, points
@@ -182,7 +185,10 @@ class WrappedModel(TransparentWrapper):
         return copied
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        msg = "wrap the model inside DataParallel's replicas: put DataParallel around the model"
+        msg = (
+            "DataParallel cannot replicate a wrapped model: put DataParallel around the plain "
+            "model, and wrap the model inside its replicas"
+        )
         raise HookError(msg)
 
 

@@ -69,7 +69,7 @@ def _item_of(output: Any, key: LayerKey) -> Any:
     if not isinstance(output, tuple):
         return output
     if not -len(output) <= key.item < len(output):
-        msg = f'"{key.key}" has no output_index {key.item}: it is a tuple of {len(output)}'
+        msg = f'"{key.key}" has no output_index {key.item}: it is a tuple of {len(output)} items'
         raise SelectionError(msg)
     return output[key.item]
 
@@ -200,8 +200,8 @@ def find_owner(
 def warn_unattributed(call: EagerCall) -> None:
     """Warns of layers that ran and may be missing."""
     msg = (
-        f"{', '.join(sorted(call.unattributed))} ran on a thread whose context tells of no call, "
-        "and nothing else told whose it was: it was not recorded. Run such a layer with "
+        f"{', '.join(sorted(call.unattributed))} ran on a thread whose context belongs to no call, "
+        "so their call is unknown and they were not recorded. Run such layers with "
         "contextvars.copy_context().run"
     )
     warnings.warn(msg, UnattributedWarning, stacklevel=7)

@@ -56,18 +56,18 @@ class OutputRecorder:
         """Validates the fields."""
         target = self.target_class
         if target is None and not self.class_name:
-            msg = "an OutputRecorder names a target_class or a class_name, this one neither"
+            msg = "an OutputRecorder needs a target_class or a class_name"
             raise HookTypeError(msg)
         if target is not None and not (isinstance(target, type) and issubclass(target, nn.Module)):
-            msg = f"target_class is a subclass of nn.Module, got {describe(target)}"
+            msg = f"target_class must be a subclass of nn.Module, got {describe(target)}"
             raise HookTypeError(msg)
-        expect(self.index, int, "index is a whole number")
+        expect(self.index, int, "index must be an int")
         for name in ("layer_name", "class_name"):
-            expect(getattr(self, name), str | None, f"{name} is a str")
-        expect(self.num_hidden_layers_key, str, "num_hidden_layers_key is a str")
+            expect(getattr(self, name), str | None, f"{name} must be a str")
+        expect(self.num_hidden_layers_key, str, "num_hidden_layers_key must be a str")
         for name in ("capture_initial_hidden_state", "detach"):
-            expect(getattr(self, name), bool, f"{name} is a bool")
-        expect(self.dtype, torch.dtype | None, "dtype is a torch.dtype")
+            expect(getattr(self, name), bool, f"{name} must be a bool")
+        expect(self.dtype, torch.dtype | None, "dtype must be a torch.dtype")
         if self.device is not None:
             torch.device(self.device)
 
@@ -99,7 +99,7 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
         HookTypeError: the declaration is no dict.
     """
     declared = getattr(module, DECLARATION, None) or {}
-    expect(declared, Mapping, f"{DECLARATION} is a dict from keys to recorders")
+    expect(declared, Mapping, f"{DECLARATION} must be a dict from keys to recorders")
     return cast("dict[str, Any]", declared)
 
 
@@ -130,7 +130,7 @@ def _parsed(key: str, declared: Any) -> OutputRecorder:
         msg = f"{DECLARATION}[{key!r}]: {error}"
         raise HookTypeError(msg) from error
     msg = (
-        f"{DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
+        f"{DECLARATION}[{key!r}] must be a subclass of nn.Module, the end of a class's name, an "
         f"OutputRecorder or a list of these, got {describe(declared)}"
     )
     raise HookTypeError(msg)
@@ -186,7 +186,10 @@ def layout_of(model: nn.Module) -> Layout:
     walk(model, "", {})
     for key, found in targets.items():
         if len({target.recorder.kept for target in found}) > 1:
-            msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
+            msg = (
+                f"the recorders of {key!r} differ in detach, device or dtype: all recorders of a "
+                "key must share them"
+            )
             raise HookError(msg)
     return Layout(modules, targets)
 
@@ -200,7 +203,7 @@ def unmatched(model: nn.Module, key: str) -> SelectionError:
     classes = dict.fromkeys(type(module).__name__ for module in model.modules())
     closest = list(dict.fromkeys(name for each in named for name in closest_to(each, classes)))
     msg = (
-        f"{type(model).__name__} declares {key!r} of {', '.join(named)}, which matches none of its "
-        f"modules; the closest classes in it are {', '.join(closest) or 'none'}"
+        f"{type(model).__name__} declares {key!r} for {', '.join(named)}, which matches none of "
+        f"its modules; the closest classes are {', '.join(closest) or 'none'}"
     )
     return SelectionError(msg)

@@ -43,7 +43,7 @@ def merge_with_config_defaults(func: F) -> F:
     The forward raises:
         ValueError: a `vision_feature_select_strategy` other than default and full.
     """
-    expect_callable(func, "merge_with_config_defaults decorates a forward")
+    expect_callable(func, "merge_with_config_defaults must decorate a forward")
     names = parameter_names(func)
     places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}
 
@@ -76,7 +76,9 @@ def merge_with_config_defaults(func: F) -> F:
 
 def _checked_default(model: nn.Module, name: str, value: Any) -> Any:
     if name == "vision_feature_select_strategy" and value not in _STRATEGIES:
-        msg = f"vision_feature_select_strategy is one of {', '.join(_STRATEGIES)}, got {value!r}"
+        msg = (
+            f"vision_feature_select_strategy must be one of {', '.join(_STRATEGIES)}, got {value!r}"
+        )
         raise ValueError(msg)
     checkpointed = model.training and getattr(model, "gradient_checkpointing", False)
     if name == "use_cache" and value and checkpointed:
@@ -88,7 +90,9 @@ def _checked_default(model: nn.Module, name: str, value: Any) -> Any:
 
 @functools.cache
 def _warn_no_cache() -> None:
-    _LOG.warning("use_cache=True does not go with gradient checkpointing: use_cache is off")
+    _LOG.warning(
+        "use_cache=True does not work with gradient checkpointing: use_cache is set to False"
+    )
 
 
 @contextlib.contextmanager

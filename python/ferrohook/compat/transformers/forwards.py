@@ -123,7 +123,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
         return recorded_forward
 
     if func is not None:
-        expect_callable(func, "capture_outputs decorates a forward")
+        expect_callable(func, "capture_outputs must decorate a forward")
     return decorate if func is None else decorate(func)
 
 
@@ -182,7 +182,9 @@ def _check_flag(model: nn.Module, name: str) -> None:
         return
     flags = sorted(_FLAGS[model])
     closest = ", ".join(closest_to(name, flags) or flags)
-    msg = f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
+    msg = (
+        f"{type(model).__name__} does not know {name!r}: the closest flags are {closest or 'none'}"
+    )
     raise HookTypeError(msg)
 
 
@@ -260,13 +262,16 @@ def _add_to_output(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
         return outputs
     if not dataclasses.is_dataclass(outputs) or isinstance(outputs, type):
         msg = (
-            f"{', '.join(recorded)} was recorded for a forward that returned "
-            f"{describe(outputs)}: only a dict or a dataclass can take it up"
+            f"{', '.join(recorded)} was recorded for a forward that returned {describe(outputs)}: "
+            "it can only be added to a dict or a dataclass"
         )
         raise HookTypeError(msg)
     missing = recorded.keys() - {field.name for field in dataclasses.fields(outputs)}
     if missing:
-        msg = f"{type(outputs).__name__} has no field for what was recorded: {', '.join(missing)}"
+        msg = (
+            f"{type(outputs).__name__} has no field for these recorded outputs: "
+            f"{', '.join(missing)}"
+        )
         raise HookTypeError(msg)
     outputs = copy.copy(outputs)
     for key, values in recorded.items():
@@ -376,7 +381,7 @@ def _make_call(request: _Recording, recorded: dict[str, list[Any]]) -> EagerCall
 never_trace(
     sys.modules[__name__],
     "_make_call",
-    "a forward that records runs eagerly, and this one is inside of it",
+    "a forward that records runs eagerly, and this forward is inside one",
 )
 
 
@@ -389,7 +394,7 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
         # Plain ints: Dynamo makes them dynamic once they differ between calls.
         return [operator.index(each) for each in ([flag] if isinstance(flag, int) else flag)]
     except TypeError as error:
-        msg = f"output_hidden_states is a bool, an index or a list of them, got {flag!r}"
+        msg = f"output_hidden_states must be a bool, an index or a list of indices, got {flag!r}"
         raise HookTypeError(msg) from error
 
 

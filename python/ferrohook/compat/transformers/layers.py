@@ -191,7 +191,7 @@ def uninstall(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    expect_module(model, "uninstall takes")
+    expect_module(model, "uninstall needs")
     for module in model.modules():
         installation = _INSTALLATIONS.pop(id(module), None)
         if installation is not None:

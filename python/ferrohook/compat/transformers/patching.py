@@ -42,7 +42,7 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         HookTypeError: a key is not a str, or a replacement is not a subclass of `nn.Module`.
         ValueError: a key does not compile, or is registered already. Nothing is registered then.
     """
-    expect(mapping, Mapping, "the mapping is a dict from names to classes")
+    expect(mapping, Mapping, "the mapping must be a dict from names to classes")
     entries = dict(mapping)
     for key, replacement in entries.items():
         _check_entry(key, replacement)
@@ -51,14 +51,17 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         if not registered or overwrite:
             _MAPPING.update(entries)
             return
-    msg = f"{registered[0]!r} has a replacement: pass overwrite=True to register another"
+    msg = f"{registered[0]!r} already has a replacement: pass overwrite=True to replace it"
     raise ValueError(msg)
 
 
 def _check_entry(key: str, replacement: object) -> None:
-    expect(key, str, "a key is the name of a class or a regex")
+    expect(key, str, "a key must be the name of a class or a regex")
     if not (isinstance(replacement, type) and issubclass(replacement, nn.Module)):
-        msg = f"the replacement of {key!r} is a subclass of nn.Module, got {describe(replacement)}"
+        msg = (
+            f"the replacement of {key!r} must be a subclass of nn.Module, got "
+            f"{describe(replacement)}"
+        )
         raise HookTypeError(msg)
     try:
         re.compile(key)
@@ -75,7 +78,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
         HookTypeError: `keys` is a single str.
     """
     if isinstance(keys, str):
-        msg = f"unregister_patch_mapping takes a list of keys, got the str {keys!r}"
+        msg = f"unregister_patch_mapping needs a list of keys, got the str {keys!r}"
         raise HookTypeError(msg)
     keys = list(keys)
     with _LOCK:
@@ -86,7 +89,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
                 _MAPPING.pop(key, None)  # `keys` may have it twice
             return
     closest = ", ".join(map(repr, closest_to(str(unknown[0]), registered) or registered)) or "none"
-    msg = f"{unknown[0]!r} has no replacement; the closest key registered is {closest}"
+    msg = f"{unknown[0]!r} has no replacement; the closest registered key is {closest}"
     raise ValueError(msg)
 
 
@@ -196,7 +199,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
     """
-    expect_module(model, "patch_output_recorders takes")
+    expect_module(model, "patch_output_recorders needs")
     mapping = get_patch_mapping()
     for module in model.modules() if mapping else ():
         if not declares(module):

@@ -36,12 +36,14 @@ _STREAM: Final = Hidden(SUM)
 _EQUATION: Final = "attention(q, k, v) = z"
 _SAMPLED: Final = (
     "the engine computes logits after the layers, and only for the tokens that it samples from; "
-    "keep @final_norm, which the unembedding takes"
+    "keep @final_norm, the input of the unembedding"
 )
-_OTHER_NUMBERS: Final = "its router is not proved: the engine may have other numbers for experts"
-_NO_PATTERN: Final = "the engine's attention computes no pattern"
-_OTHER_SHAPE: Final = "attention takes or returns it as no tensor of (tokens, heads * head_dim)"
-_NO_ATTENTION: Final = "no module in it is called as attention(q, k, v)"
+_OTHER_NUMBERS: Final = "its router is not proved: the engine may number the experts differently"
+_NO_PATTERN: Final = "the engine's attention does not compute a pattern"
+_OTHER_SHAPE: Final = (
+    "attention does not take or return it as a tensor of shape (tokens, heads * head_dim)"
+)
+_NO_ATTENTION: Final = "none of its modules is called as attention(q, k, v)"
 
 
 class HeadSizes(NamedTuple):
@@ -171,8 +173,8 @@ def look_at(
     try:
         named = _named(StepSubject(model, forward, streams), heads_of)
     except Exception as error:
-        logging.getLogger("ferrohook").exception("looking at the engine's model failed")
-        reason = f"looking at the model failed with {type(error).__name__}: {error}"
+        logging.getLogger("ferrohook").exception("inspecting the engine's model failed")
+        reason = f"inspecting the model failed with {type(error).__name__}: {error}"
         named = NamedTensors(Quantities({}, {"resid_post": reason}, type(model).__name__))
     remember(model, named.table, named.heads)
     return named

@@ -85,7 +85,7 @@ class ModuleInfo:
         if self.kind == "tensor":
             return index
         if self.kind == "other":
-            msg = f"{name!r} returns several tensors: name one by output_index"
+            msg = f"{name!r} returns several tensors: choose one with output_index"
             raise ValueError(msg)
         return SUM if self.kind == "stream" else 0
 
@@ -102,7 +102,7 @@ class ModuleInfo:
             found = self.outputs[index]
         if found is None:
             places = [place for place, each in enumerate(self.outputs) if each is not None]
-            there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
+            there = f"has outputs at {places}" if places else "returns one tensor: leave it out"
             msg = f"output_index={index!r}: {name!r} {there}"
             raise ValueError(msg)
         return found
@@ -119,14 +119,14 @@ class ModuleInfo:
         if len(inputs) != 1 or (found := inputs[0]) is None:
             places = [place for place, each in enumerate(self.inputs) if each is not None]
             advice = (
-                f"name one of {places} by output_index"
+                f"choose one of {places} with output_index"
                 if places
-                else "the engine calls it by keywords, or not at all as one that is fused; take "
-                "the output of the module before it, or its own"
+                else "the engine calls it with keyword arguments, or never calls it because it is "
+                "fused; use the output of the module before it, or its own output"
             )
             msg = (
-                "inputs=True and phase='forward_pre' take a positional argument with a row per "
-                f"token, and {name!r} has {'several' if places else 'none'}: {advice}"
+                "inputs=True and phase='forward_pre' need a positional argument with a row per "
+                f"token, but {name!r} has {'several' if places else 'none'}: {advice}"
             )
             raise ValueError(msg)
         return found
@@ -182,7 +182,7 @@ class NamedTensors:
                 served[name] = each
             else:
                 missing[name.removeprefix(SIGN)] = (
-                    f"it stands at the {each.place}, which is no site of this compiled engine, see "
+                    f"it is at the {each.place}, which is not a site of this compiled engine, see "
                     "additional_config"
                 )
         return NamedTensors(Quantities(served, missing, self.table.model), {})
@@ -279,11 +279,14 @@ class ModuleTable:
         found = self.selected(what)
         outputs = {(info.kind, info.width) for info in found.values()}
         if len(outputs) > 1:
-            msg = f"the sites of an engine have one kind of output and one width, got {outputs}"
+            msg = (
+                "the sites of an engine must all have the same kind of output and the same width, "
+                f"got {outputs}"
+            )
             raise ValueError(msg)
         name, info = next(iter(found.items()))
         refused = dataclasses.replace(
-            NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
+            NEVER_RAN, refused="it is not a site of this compiled engine, see additional_config"
         )
         table = {name: found.get(name, refused) for name in self.table}
         index = info.index(name, None)
@@ -301,7 +304,10 @@ class ModuleTable:
             name: refused if name in partial and info.refused is None else info
             for name, info in self.table.items()
         }
-        reason = "tensor parallelism: a rank has a part of the heads and widths, and proves nothing"
+        reason = (
+            "tensor parallelism: each rank has only some of the heads and part of the widths, so "
+            "nothing can be proved"
+        )
         none = Quantities({}, {"resid_post": reason}, "the engine")
         return ModuleTable(table, self._fused, named=NamedTensors(none))
 

@@ -114,7 +114,7 @@ def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
         return NEVER_RAN
     if len(calls) > 1:
         return ModuleInfo(
-            "other", refused=f"it runs {len(calls)} times in a forward, for several layers"
+            "other", refused=f"it runs {len(calls)} times per forward, for several layers"
         )
     (output,) = calls
     parts = output if isinstance(output, list) else [output]
@@ -122,7 +122,7 @@ def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
     dims = {dim_of_rows(shape) for shape, _ in tensors}
     dim = dims.pop() if len(dims) == 1 else None
     if dim is None:
-        return ModuleInfo("other", refused="its output is no tensor of a row per token")
+        return ModuleInfo("other", refused="its output is not a tensor with a row per token")
     shape, size = tensors[0]
     info = ModuleInfo("tensor", shape[-1], shape[dim + 1 :].numel() * size, dim=dim)
     if output is not parts:

@@ -96,7 +96,7 @@ def check_slice(index: Any, where: str, shape: Sequence[int], dim: int = 0) -> N
         kept = _cut(whole, index, where, shown)
         moved = kept.movedim(dim, -1) if kept.dim() > dim else kept[..., None]
         if moved.shape[-1] != tokens or not bool((moved == rows).all()):
-            msg = f"slice={index!r} does not keep all tokens of the {where} in their dimension"
+            msg = f"slice={index!r} must keep all tokens of the {where} in their dimension"
             raise ValueError(msg)
 
 
@@ -105,7 +105,7 @@ def _cut(tensor: Tensor, index: Any, where: str, shape: Sequence[object]) -> Ten
         return tensor if index is None else tensor[index]
     except (IndexError, TypeError) as error:
         shown = f"({', '.join(map(str, shape))})"
-        msg = f"slice={index!r} does not fit the {where}, of {shown}: {error}"
+        msg = f"slice={index!r} does not fit the {where}, of shape {shown}: {error}"
         raise ValueError(msg) from error
 
 
@@ -217,11 +217,12 @@ def _check_vector(hook: Intervention, where: str, value: Any, dim: int) -> None:
     """
     if not isinstance(value, Tensor):
         msg = (
-            f"{hook!r} changes a tensor: name one of {_keys(value)} of the {where} by output_index"
+            f"{hook!r} changes one tensor: choose one of {_keys(value)} in the {where} with "
+            "output_index"
         )
         raise ValueError(msg)  # noqa: TRY004 (as of all that does not fit)
     if not value.is_floating_point() and not value.is_complex():
-        msg = f"{hook!r} changes tensors of floating point, and the {where} is {value.dtype}"
+        msg = f"{hook!r} only works on floating-point tensors, but the {where} is {value.dtype}"
         raise ValueError(msg)
     check_width(hook, where, value.shape[-1])
     vector = hook.vector
@@ -233,7 +234,7 @@ def _check_vector(hook: Intervention, where: str, value: Any, dim: int) -> None:
         vector.to("meta").expand(shape)
     except RuntimeError as error:
         rest = ", ".join("tokens" if n == dim else str(it) for n, it in enumerate(value.shape))
-        msg = f"{hook!r} does not fit the {where}, of ({rest}), for any number of tokens"
+        msg = f"{hook!r} does not fit the {where}, of shape ({rest}), for every number of tokens"
         raise ValueError(msg) from error
 
 
@@ -244,5 +245,5 @@ def check_width(hook: Intervention, tensor: str, width: int) -> None:
         ValueError: it is not.
     """
     if hook.width not in {None, 1, width}:
-        msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
+        msg = f"{hook!r} has a width of {hook.width}, but the {tensor} has {width}"
         raise ValueError(msg)

@@ -39,7 +39,7 @@ def activations(answer: Any) -> Captured:
     """
     found = answer.get("meta_info", answer).get(FIELD)
     if found is None:
-        msg = "the answer has no captures: its request keeps nothing, or is not finished"
+        msg = "the answer has no captures: its request has no keep, or is not finished"
         raise KeyError(msg)
     return unpacked(base64.b64decode(found))
 

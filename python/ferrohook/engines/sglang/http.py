@@ -56,7 +56,10 @@ class SGLangRoutes(EngineRoutes):
     async def _uploaded(self) -> Vectors:
         await self.capabilities()
         if self._manager.server_args.tokenizer_worker_num > 1:
-            reason = "with several tokenizer workers, the one that is asked need not have a vector"
+            reason = (
+                "with several tokenizer workers, the one that gets a request may not have the "
+                "vector"
+            )
             raise HTTPException(501, reason)
         return vectors_of(self._manager)
 

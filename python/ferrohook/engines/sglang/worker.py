@@ -87,7 +87,7 @@ class SchedulerWorker(EngineWorker):
         model = self._runner.model
         processor = getattr(model, "logits_processor", None)
         if processor is None:
-            msg = f"{type(model).__name__} has no logits_processor, before which rows are checked"
+            msg = f"{type(model).__name__} has no logits_processor, where rows are checked"
             raise HookError(msg)
         self._add_attention(model)
         layers = stream_layers(model, self._run_alone)
@@ -142,7 +142,9 @@ class SchedulerWorker(EngineWorker):
         names = [name for name, it in modules.table.items() if it.place or it.kind == "stream"]
         names += [name for name in modules.named.table if name.startswith("@resid_post.")]
         if not names:
-            msg = "no layer of the model was recognized, behind which a plan sees the stream"
+            msg = (
+                "no layer of the model was recognized whose output shows plans the residual stream"
+            )
             raise HookError(msg)
         stream = names[0]
         kinds = {name.partition(".")[0]: name for name in modules.named.table}
@@ -164,7 +166,7 @@ class SchedulerWorker(EngineWorker):
                 if found[name].shape != right.shape or not torch.allclose(
                     found[name].float(), right.float(), rtol=1e-2, atol=1e-2
                 ):
-                    msg = f"the self-test failed: a request captured other rows of {name!r}"
+                    msg = f"the self-test failed: a request captured wrong rows of {name!r}"
                     raise HookError(msg)
 
     def _captured(self, *asked: tuple[Iterable[int], Plan]) -> list[dict[str, Tensor]]:
@@ -368,7 +370,7 @@ def _vectors(data: Any) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(base64.b64decode(data, validate=True))
     except (safetensors.SafetensorError, TypeError, ValueError) as error:
-        msg = f"{VECTORS} are safetensors in base64: {error}"
+        msg = f"{VECTORS} must be safetensors in base64: {error}"
         raise ValueError(msg) from error
 
 

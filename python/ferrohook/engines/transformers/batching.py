@@ -90,7 +90,7 @@ def generate_batch(
         >>> outputs = generate_batch(model, prompts, plans=[plan, None])
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
-    expect_module(model, "generate_batch takes")
+    expect_module(model, "generate_batch needs")
     refuse_swallowed("generate_batch", type(model).generate_batch, options, _MEANT)
     prompts = _with_plans(EnginePlans(model, dim=ROWS), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
@@ -150,7 +150,7 @@ def attach(manager: Any, *, untried: bool = False) -> Attached:
     CAPABILITIES.check_version(untried=untried)
     check_features(manager)
     if "_generation_step" in vars(manager):
-        msg = "the manager is attached already: close that attachment first"
+        msg = "the manager is already attached: close that attachment first"
         raise HookError(msg)
     return Attached(manager)
 
@@ -256,7 +256,10 @@ def _with_plans(
     if plans is None:
         plans = [None] * len(inputs)
     if len(plans) != len(inputs):
-        msg = f"there is a plan (or None) for each input, got {len(plans)} for {len(inputs)}"
+        msg = (
+            f"plans must have one plan (or None) for each input, got {len(plans)} for "
+            f"{len(inputs)} inputs"
+        )
         raise ValueError(msg)
     return [
         Prompt(tokens, None if plan is None else known.serve(plan))

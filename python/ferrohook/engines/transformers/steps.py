@@ -132,8 +132,8 @@ def check_row_map(
     )
     if not right:
         msg = (
-            f"the rows of a step in transformers {transformers.__version__} are not the expected: "
-            f"{expected}; got {found} of {tokens=}, {positions=}, logits of rows {drawn}"
+            f"the rows of a step in transformers {transformers.__version__} are not as expected: "
+            f"expected {expected}, got {found} with {tokens=}, {positions=}, logits of rows {drawn}"
         )
         raise HookError(msg)
     other_dims = {

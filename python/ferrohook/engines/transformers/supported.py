@@ -27,16 +27,17 @@ CAPABILITIES: Final = Capabilities(
     ),
     refused={
         "CUDA graphs": (
-            "a replayed graph runs no hooks; pass ContinuousBatchingConfig(use_cuda_graph=False)"
+            "a replayed graph does not run hooks; pass "
+            "ContinuousBatchingConfig(use_cuda_graph=False)"
         ),
         "compilation": (
-            "hooks that come after a compilation may not fire; pass neither varlen_compile_config, "
-            "decode_compile_config nor default_compile_level"
+            "hooks that are registered after a compilation may not fire; pass neither "
+            "varlen_compile_config, decode_compile_config nor default_compile_level"
         ),
-        "tensor parallelism": "it was not tried: a module's tensors may be shards",
+        "tensor parallelism": "not tested: the tensors of a module may be shards",
         "float16 with eager attention": (
-            "products of one request's queries and another's keys overflow there, which no mask "
-            'hides; load the model with attn_implementation="sdpa" or in bfloat16'
+            "products of one request's queries and another's keys may overflow, and masks do not "
+            'hide that; load the model with attn_implementation="sdpa" or in bfloat16'
         ),
     },
 )

@@ -48,6 +48,6 @@ def found(answers: Iterable[bytes]) -> bytes:
 
 def taken(answers: Iterable[bytes]) -> bytes:
     """Returns the captures of the worker that had them, or why there are none."""
-    data = found(answers) or packed({}, {}, error="the captures of the request are not there")
+    data = found(answers) or packed({}, {}, error="the captures of the request are missing")
     fetched(data)
     return data

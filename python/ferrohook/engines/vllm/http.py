@@ -146,7 +146,7 @@ class VLLMRoutes(EngineRoutes):
         token = request.headers.get(HEADER)
         by_id = front_end.options.captures_by_id
         if token is None and not by_id:
-            raise HTTPException(403, f"captures take the header {HEADER} of the answer")
+            raise HTTPException(403, f"fetching captures needs the header {HEADER} of the answer")
 
         def may(ticket: CapturingRequest) -> bool:
             if by_id:
@@ -164,7 +164,7 @@ class VLLMRoutes(EngineRoutes):
                 continue
             except ValueError as error:
                 raise HTTPException(409, str(error)) from error
-        msg = f"no request {response_id!r} captures, or its captures were fetched"
+        msg = f"no captures for request {response_id!r}, or they were already fetched"
         raise HTTPException(404, msg)
 
     async def _take(self, front_end: FrontEnd, ticket: CapturingRequest, since: int = 0) -> bytes:

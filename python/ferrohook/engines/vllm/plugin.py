@@ -82,19 +82,22 @@ def register() -> None:
             _LOG.warning("ferrohook: %s", reason)
             _wrap(_PROCESSOR, functools.partial(_refusing, reason))
     except Exception:  # noqa: BLE001 (vLLM would not start)
-        _LOG.exception("ferrohook: vLLM %s runs without it", CAPABILITIES.version)
+        _LOG.exception("ferrohook is disabled in vLLM %s", CAPABILITIES.version)
 
 
 def refusal() -> str | None:
     """Returns why no plan is served with this release of vLLM; None if plans may be."""
     tried = ", ".join(CAPABILITIES.tried)
     if not CAPABILITIES.works and not is_newer():
-        return f"vllm {CAPABILITIES.version} is older than those that were tried: {tried}"
+        return f"vllm {CAPABILITIES.version} is older than the tested releases: {tried}"
     for path in (*_AROUND, "v1.engine.core_client.AsyncMPClient.call_utility_all_async"):
         try:
             _method(path)
         except Exception as error:  # noqa: BLE001 (whatever the import of an unknown release raises)
-            return f"vllm {CAPABILITIES.version} lacks {path}, as {tried} have it: {error!r}"
+            return (
+                f"vllm {CAPABILITIES.version} does not have {path} as in the tested releases "
+                f"{tried}: {error!r}"
+            )
     return None
 
 
@@ -189,7 +192,7 @@ def _tell(processor: Any, method: Callable[..., None], *args: Any) -> None:
         try:
             method(front_end, *args)
         except Exception:  # noqa: BLE001 (the answers of all requests go on)
-            _LOG.exception("ferrohook failed while the engine answered")
+            _LOG.exception("ferrohook failed while the engine was answering")
 
 
 def _refusing(  # noqa: PLR0913, PLR0917 (vLLM's arguments)
@@ -217,7 +220,10 @@ def _processing(
         if _has_plan(params):
             front_end = _front_ends.get(self)
             if front_end is None:
-                msg = "a plan came by a way on which ferrohook does not see the engine"
+                msg = (
+                    "the plan was sent through an interface that gives ferrohook no access to the "
+                    "engine"
+                )
                 raise BadPlanError(msg)
             front_end.prepare(request)
             metrics.PLANS.inc()
@@ -298,7 +304,7 @@ async def _answering(
         refuse("beam search")
     token = raw_request.headers.get(HEADER) or secrets.token_urlsafe(_SHORTEST)
     if len(token) < _SHORTEST:
-        msg = f"a token of captures has at least {_SHORTEST} characters, got {len(token)}"
+        msg = f"a token of captures must have at least {_SHORTEST} characters, got {len(token)}"
         raise BadPlanError(msg)
     request.vllm_xargs = {**xargs, FIELD: token}
     raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header

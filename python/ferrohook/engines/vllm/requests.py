@@ -63,7 +63,7 @@ class VllmOptions(EngineOptions):
         kinds = options.sites_kinds
         known = [name for name in KINDS if name != "Add"]
         if not isinstance(kinds, list | tuple) or any(each not in known for each in kinds):
-            msg = f"sites_kinds is a list of names out of {', '.join(known)}; got {kinds!r}"
+            msg = f"sites_kinds must be a list of names from {', '.join(known)}; got {kinds!r}"
             raise ValueError(msg)
         return options
 
@@ -86,7 +86,7 @@ class CapturingRequest:
     """Failure of its plan."""
 
 
-_SEVERAL: Final = "the plans of several requests of this id failed: choose ids that differ"
+_SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
 
 
 class FrontEnd:
@@ -169,7 +169,8 @@ class FrontEnd:
             own = token if isinstance(token, str) and token else None
             if own is None and self._needs_token:
                 msg = (
-                    "captures come by the routes that give a token for them: completions and chats"
+                    "captures are available only on the routes that return a token for them: "
+                    "completions and chats"
                 )
                 raise ValueError(msg)
             self._issue(CapturingRequest(key, request.request_id, own))
@@ -262,10 +263,13 @@ class FrontEnd:
         with self._lock:
             tickets = [*filter(may, self._tickets.get(request_id, []))]
         if not tickets:
-            msg = f"no request {request_id!r} captures; or it was cancelled, or they were fetched"
+            msg = (
+                f"no captures for request {request_id!r}, or it was cancelled, or they were "
+                "already fetched"
+            )
             raise KeyError(msg)
         if len(tickets) > 1:
-            msg = f"{len(tickets)} requests have the id {request_id!r}: choose ids that differ"
+            msg = f"{len(tickets)} requests have the id {request_id!r}: choose different ids"
             raise ValueError(msg)
         return tickets[0]
 

@@ -37,7 +37,7 @@ _MARK: Final = "_ferrohook_tested"
 _MOST_STEPS: Final = 1_000
 _LONGEST: Final = 600
 """Most tokens of a prompt; larger blocks are not filled, so the salt is not tested there."""
-_GONE: Final = "a vector that nobody uploaded"
+_GONE: Final = "a vector that was never uploaded"
 _FAR: Final = 0.25
 """Share of a plan's effect from which a value is another one."""
 
@@ -60,8 +60,8 @@ def run(core: Any) -> None:
         return
     if is_newer():
         _LOG.warning(
-            "ferrohook: vLLM %s is newer than the releases that were tried (%s); plans are served, "
-            "as the self-test passed",
+            "ferrohook: vLLM %s is newer than the tested releases (%s); plans are served, because "
+            "the self-test passed",
             CAPABILITIES.version,
             ", ".join(CAPABILITIES.tried),
         )
@@ -87,7 +87,7 @@ def check(core: Any, described: Mapping[str, Any]) -> None:
     finally:
         engine.forget()
     if numbers := engine.open_requests():
-        msg = f"{numbers} requests stay open"
+        msg = f"{numbers} requests stayed open"
         raise HookError(msg)
 
 
@@ -127,7 +127,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
         budget=max(1, 2 * length // 3),
     )
     if _GONE not in (failed.error or ""):
-        msg = "a request whose plan fails did not end with the reason"
+        msg = "a request whose plan fails did not end with the right reason"
         raise HookError(msg)
     vector = vector.to(known.dtype)
     known = torch.cat([known, known + vector])
@@ -158,7 +158,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
     (plain_again,) = engine.serve(_Known(one, Plan(end)))
     for got, right in ((steered_again, steered), (plain_again, plain)):
         if not differ(got, right) <= _FAR * effect:
-            msg = "requests of different plans shared a prefix in the cache"
+            msg = "requests with different plans shared a prefix in the cache"
             raise HookError(msg)
 
 
@@ -176,7 +176,7 @@ def _compare(name: str, got: Tensor, right: Tensor, known: Tensor) -> None:
     own = torch.linalg.vector_norm(got.float() - right.float(), dim=1)
     wrong = (~(own <= nearest * (1 + 1e-5))).nonzero().flatten().tolist()
     if wrong:
-        msg = f"{name!r} has other rows at the positions {wrong}"
+        msg = f"{name!r} has wrong rows at positions {wrong}"
         raise HookError(msg)
 
 

@@ -14,38 +14,42 @@ CAPABILITIES: Final = Capabilities(
     tried=("0.32", "0.33"),
     served=(
         "interventions and captures of a request, at positions",
-        "eager engines, any module that runs once per forward",
-        "compiled engines, Add, sites_kinds and keep at the modules named as sites",
+        "eager engines: any module that runs once per forward",
+        "compiled engines: Add, sites_kinds and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
-        "data parallelism with vLLM's own load balancer, of models without experts",
-        "tensor parallelism on CPUs, modules whose tensors are the same on all ranks",
+        "data parallelism with vLLM's own load balancer, for models without experts",
+        "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",
         "in process, and over HTTP through vllm_xargs",
     ),
     refused={
-        "python functions": "a plan crosses processes as JSON",
+        "python functions": "plans are sent between processes as JSON",
         "tensor parallelism on GPUs": "not run on several GPUs yet",
-        "pipeline parallelism": "a worker has a part of the layers; not tested",
-        "data parallelism of experts": "its ranks step together, on no CPU; not tested",
+        "pipeline parallelism": "each worker has only some of the layers; not tested",
+        "data parallelism of experts": (
+            "its ranks step together, which CPUs do not support; not tested"
+        ),
         "hybrid data parallelism": "your load balancer may send an upload to one server and the "
         "requests to another; not tested",
-        "context parallelism": "a worker has a part of the rows; not tested",
-        "sequence parallelism": "a worker has a part of the rows; not tested",
-        "microbatches": "a forward has a part of the rows; not tested",
-        "speculative decoding": "rows of rejected drafts are no tokens; not tested",
+        "context parallelism": "each worker has only some of the rows; not tested",
+        "sequence parallelism": "each worker has only some of the rows; not tested",
+        "microbatches": "a forward has only some of the rows; not tested",
+        "speculative decoding": "rows of rejected drafts are not tokens; not tested",
         "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
         "fast prefill with shared KV": "layers skip rows of the prompt",
-        "encoders and decoders": "rows of the encoder are no positions of the request",
-        "pooling models": "plans travel in SamplingParams",
-        "compilation without sites": "hooks are not in vLLM's graph: name the modules by "
-        "additional_config={'ferrohook': {'sites': 'model.layers.*'}}, or enforce_eager=True",
-        "compilation of transformers' models": "sites are tensors of (tokens, width), and theirs "
-        "have another dimension: start with enforce_eager=True",
-        "CUDA graphs": "a replay runs no Python, and was not run on a GPU yet: start with "
+        "encoders and decoders": "rows of the encoder are not positions of the request",
+        "pooling models": "plans are sent in SamplingParams",
+        "compilation without sites": "vLLM's graph does not contain hooks: name the modules with "
+        "additional_config={'ferrohook': {'sites': 'model.layers.*'}}, "
+        "or enforce_eager=True",
+        "compilation of transformers' models": "sites must be tensors of shape (tokens, width), "
+        "but theirs have one more dimension: start with "
+        "enforce_eager=True",
+        "CUDA graphs": "a replay does not run Python, and was not tested on a GPU yet: start with "
         "compilation_config={'cudagraph_mode': 'NONE'}, or enforce_eager=True",
-        "diffusion": "a forward reruns tokens that are not settled",
-        "n > 1 with captures": "the children have one id: send n requests",
-        "beam search": "vLLM drops extra_args on the way to the beams",
-        "streamed inputs": "the length of the prompt is not settled",
+        "diffusion": "a forward reruns tokens that may still change",
+        "n > 1 with captures": "the children share one id: send n requests",
+        "beam search": "vLLM does not pass extra_args to the beams",
+        "streamed inputs": "the length of the prompt is not final",
     },
 )
 """See `ferrohook.engines.capabilities`."""
@@ -76,7 +80,7 @@ def refuse(feature: str) -> NoReturn:
     Raises:
         BadPlanError: always.
     """
-    msg = f"{feature} is refused with vllm: {CAPABILITIES.refused[feature]}"
+    msg = f"{feature} is not supported with vllm: {CAPABILITIES.refused[feature]}"
     raise BadPlanError(msg)
 
 

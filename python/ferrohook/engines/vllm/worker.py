@@ -40,7 +40,7 @@ _LOG: Final = logging.getLogger("ferrohook")
 _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
 """Its handlers show information too."""
 _MOST_DROPPED: Final = 10_000
-_DROPPED: Final = "the captures of the request were dropped for results_bytes"
+_DROPPED: Final = "the captures of the request were dropped to stay within results_bytes"
 
 
 def _heads_of(module: Any) -> HeadSizes | None:
@@ -146,7 +146,7 @@ class RunnerWorker(EngineWorker):
         size = bytes_of_tables(len(names), requests, rows, width, dtype, kinds=kinds)
         tables = (
             f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
-            f"{rows:,} tokens of a step, of width {width:,} in {dtype}"
+            f"{rows:,} tokens per step, of width {width:,} in {dtype}"
         )
         _VLLM_LOG.info("ferrohook: %s", tables)
         advice = "name fewer sites, or lower max_num_batched_tokens or max_num_seqs"
@@ -230,7 +230,7 @@ class RunnerWorker(EngineWorker):
     def _open(self, request_id: str, payload: Any, prompt_length: int) -> None:
         self.retire(request_id)
         if not isinstance(payload, dict):
-            msg = "a plan came to the worker past the front end"
+            msg = "a plan reached the worker without passing the front end"
             raise HookError(msg)
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])

@@ -29,7 +29,7 @@ _NORM: Final = 1.2
 _SWAPPED: Final = 2
 """Channels that are exchanged to tell a norm."""
 EQUATION: Final = "resid_pre + contributions = resid_post"
-NOTHING_ADDED: Final = "its output is a norm of its input, to which it adds nothing"
+NOTHING_ADDED: Final = "its output is only a norm of its input: it adds nothing"
 MOST_VALUES: Final = 400
 """Tensors of the stream's size inside a block, at most."""
 
@@ -76,9 +76,11 @@ class Anatomist:
             return "its output is its input"
         seen = self._values(block, start, end)
         if len(seen) > MOST_VALUES:
-            return f"{len(seen)} tensors have the stream's size, too many to search for its sum"
+            return (
+                f"{len(seen)} tensors have the size of the stream, too many to search for its sum"
+            )
         if end not in seen:
-            return f"{EQUATION} fails: its output has not the size of its input"
+            return f"{EQUATION} fails: its output does not have the size of its input"
         numbers = [*seen]
         terms = Terms([self.look.values[each] for each in numbers])
         sums = {
@@ -103,9 +105,12 @@ class Anatomist:
         """Tells by how much the nearest sum fails."""
         residual = terms.nearest(end, start)
         if residual <= 2 * ROUNDINGS * terms.eps:
-            return f"{EQUATION} shows nothing: a contribution is too small to be told from rounding"
+            return (
+                f"{EQUATION} proves nothing: a contribution is too small to distinguish from "
+                "rounding"
+            )
         return (
-            f"{EQUATION} fails by {residual:.1e}: its output is no sum of its input and tensors "
+            f"{EQUATION} fails by {residual:.1e}: its output is not a sum of its input and tensors "
             "that its modules return"
         )
 

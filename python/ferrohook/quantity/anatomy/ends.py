@@ -124,7 +124,10 @@ def beginning(subject: Subject, look: Look, stream: int, start: int) -> Beginnin
         modules.insert(0, inner.path)
         (total,) = inner.inputs.values()
     by = "" if least == torch.inf else f" by {least:.1e}"
-    return f"embed + positions = resid_pre.0 fails{by}: what the first block takes is another sum"
+    return (
+        f"embed + positions = resid_pre.0 fails{by}: the input of the first block is a different "
+        "sum"
+    )
 
 
 def _looks_up(model: nn.Module, look: Look, call: ModuleCall, ids: list[Tensor]) -> bool:

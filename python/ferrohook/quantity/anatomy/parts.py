@@ -44,7 +44,7 @@ class _Apart(NamedTuple):
     def failure(self) -> str:
         number, reason = next(iter(self.failed.items()))
         path = self.chain[_numbers(self.chain).index(number)].path
-        return f"no chain of numbered modules adds to what it takes; in {path} {reason}"
+        return f"no chain of numbered modules adds to its input; in {path} {reason}"
 
     @property
     def paths(self) -> list[str]:
@@ -62,7 +62,7 @@ def stacks_of(anatomist: Anatomist) -> Stacks:
         apart = _taken_apart(anatomist, chain)
         (proved if apart.is_proved else others).append(apart)
     if not proved:
-        reason = "no numbered modules take what the one before them returned"
+        reason = "no numbered modules take the output of the one before them"
         if others:
             reason = max(others, key=lambda each: len(each.chain)).failure
         return Stacks([], {"": reason}, [], [])

@@ -78,9 +78,9 @@ class Subject:
                 return self.model(*self.example.args, **self.example.kwargs)
         except Exception as error:
             msg = (
-                f"{self.model._get_name()} cannot be looked at: its forward failed with "
-                f"{type(error).__name__}: {error}; pass an example that it takes to fh.quantities"
-                f"{tokenize_hint(self.example.args, self.example.kwargs)}"
+                f"{self.model._get_name()} cannot be inspected: its forward failed with "
+                f"{type(error).__name__}: {error}; pass fh.quantities an example that the model "
+                f"accepts{tokenize_hint(self.example.args, self.example.kwargs)}"
             )
             raise HookError(msg) from error
 
@@ -177,7 +177,7 @@ def structural_copy(model: nn.Module) -> nn.Module:
         copied: nn.Module = copy.deepcopy(model, shared)
     except Exception as error:
         msg = (
-            f"{model._get_name()} cannot be looked at: copying it failed with "
+            f"{model._get_name()} cannot be inspected: copying it failed with "
             f"{type(error).__name__}: {error}"
         )
         raise HookError(msg) from error
@@ -361,8 +361,8 @@ def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     names = _names(model)
     if "input_ids" not in names:
         msg = (
-            f"{model._get_name()} takes no input_ids, so an example is needed: "
-            "fh.quantities(model, x), with arguments of its forward"
+            f"{model._get_name()} does not take input_ids: pass arguments for its forward as an "
+            "example, as in fh.quantities(model, x)"
         )
         raise HookError(msg)
     made = {"input_ids": _token_ids(model)}

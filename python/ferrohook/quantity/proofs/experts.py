@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _EQUATION: Final = "mixture(experts, expert_weights) = sum of mixture(expert, weight) over them"
 _ALL: Final = "each token goes through all experts, some with a weight of 0"
-_NOWHERE: Final = "no module takes the numbers and weights of the experts where hooks see them"
-_OTHER: Final = f"no router explains the weights, and {_EQUATION} fails for other ones"
+_NOWHERE: Final = "no module takes the numbers and weights of the experts where hooks can see them"
+_OTHER: Final = f"no router explains the weights, and {_EQUATION} fails for other weights"
 
 
 class Mixture(NamedTuple):

@@ -96,7 +96,7 @@ class OwnSums:
             found.append(self._first.tensor(site))
         total, *terms = found
         if any(term.numel() != total.numel() for term in terms):
-            return "a tensor of its sum has another size with the model's own parameters"
+            return "a tensor of its sum has a different size with the model's own parameters"
         return total, terms
 
     def _several(self, part: BlockParts, value: int) -> str:
@@ -105,7 +105,7 @@ class OwnSums:
         paths = {it.site.path for it in self._look.sightings if it.value == value}
         inside = sorted(it.removeprefix(prefix) for it in paths if it.startswith(prefix))
         return (
-            "a tensor of its sum is seen at modules alone that run several times: "
+            "a tensor of its sum is only seen at modules that run several times: "
             f"{', '.join(inside) or 'none in the block'}"
         )
 

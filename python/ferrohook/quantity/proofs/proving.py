@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ferrohook.quantity.proofs.attention import FoundHeads
     from ferrohook.quantity.proofs.routers import Routed
 
-_NO_ATTENTION: Final = "its attention goes through no function of transformers' AttentionInterface"
+_NO_ATTENTION: Final = "its attention does not use transformers' AttentionInterface"
 
 
 def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Findings:
@@ -252,7 +252,7 @@ class _ModelProver:
         pointwise = [step for step, kind in kinds if kind == "mlp"]
         mixing = [step for step, kind in kinds if kind in {"attention", "cross", "mixer"}]
         if not pointwise or not mixing:
-            return "the block has not both, attention and a position-wise sublayer"
+            return "the block does not have both attention and a position-wise sublayer"
         if min(pointwise) <= max(mixing):
             parallel = "parallel block: " if min(pointwise) == max(mixing) else ""
             return f"{parallel}no sum lies between attention and mlp"
@@ -301,9 +301,7 @@ class _ModelProver:
         paths = sorted(self._heads.keys() & each.inside)
         if len(paths) != 1:
             reason = (
-                self._no_heads
-                if not paths
-                else f"{len(paths)} attention modules are in one sublayer"
+                self._no_heads if not paths else f"{len(paths)} attention modules in one sublayer"
             )
             for point in POINTS:
                 self._missing.setdefault(f"{stack.prefix}{point}.{part.index}", reason)
@@ -331,7 +329,7 @@ class _ModelProver:
             self._missing[name] = f"{_where(site)} was passed several times, or not at all"
             return
         if not is_seen(self._look, site):
-            self._missing[name] = f"no hook sees {_where(site)}"
+            self._missing[name] = f"no hook can see {_where(site)}"
             return
         shape = self._first.sites[site].shape
         self._proved.append(Proved(name, site, shape, equation, residual, **more))
@@ -364,14 +362,14 @@ class _ModelProver:
         stream = self._look.sites[last.after].value
         stack.ending = ended = ending(self._anatomist, stream, last.call.end)
         if ended.norm is None:
-            self._missing["final_norm"] = "no norm takes what the last block returns"
+            self._missing["final_norm"] = "no norm takes the output of the last block"
         else:
             self._add("final_norm", ended.norm, "final_norm = norm(resid_post)")
         if ended.logits is None:
             by = "" if ended.failure is None else f" by {ended.failure:.1e}"
             self._missing["logits"] = (
                 "the model returns no projection of the last stream: unembed(final_norm) = logits "
-                f"fails{by} for all that it returns"
+                f"fails{by} for all its outputs"
             )
         else:
             self._add("logits", ended.logits, ended.text)
@@ -385,7 +383,7 @@ class _ModelProver:
         began = beginning(self._subject, self._look, stream, first.call.start)
         passed = () if isinstance(began, str) else (*began.first, *began.modules)
         if any(inside(path, passed) or path in passed for path in self._blocks):
-            return "what the first block takes is what another stack returns"
+            return "the input of the first block is the output of another stack"
         return began
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
@@ -425,6 +423,6 @@ def _absence(kind: str, counts: dict[str, int]) -> str:
     if "unclear" in counts and kind != "mlp":
         return "the example does not show whether a sublayer attends"
     if "unmixed" in counts:
-        return "no row of the example has two tokens, so that nothing shows which tokens it mixes"
+        return "no row of the example has two tokens, so nothing shows which tokens it mixes"
     others = ", ".join(sorted(f"{n} {each}" for each, n in counts.items()))
     return f"no contribution to the stream is of this kind; the block adds {others or 'none'}"

@@ -26,11 +26,11 @@ _MOST_EXPERTS: Final = 4096
 _FUSED_DIMS: Final = 3
 
 NO_ROUTER: Final = (
-    "no module takes the numbers and weights of the experts, a row for each position, so that "
+    "no module takes the numbers and weights of the experts, with a row for each position, so "
     "weights = f(router) cannot be checked"
 )
-_EQUAL: Final = "the weights of its experts are all equal, or 0, and tell nothing of their router"
-FUSED: Final = "each token goes through experts of its own, in whose code the last projections are"
+_EQUAL: Final = "the weights of its experts are all equal, or 0, and say nothing about their router"
+FUSED: Final = "each token goes through its own experts, whose code contains the last projections"
 
 SEVERAL: Final = "the block has several mixtures of experts"
 
@@ -124,7 +124,7 @@ def router_of(look: Look, prefix: str) -> Routed | str:
                         return Routed(each.path, site, form, multiplier, residual, shares)
     if least == torch.inf:
         return NO_ROUTER
-    return f"weights = f(router) fails by {least:.1e} for all that modules return before"
+    return f"weights = f(router) fails by {least:.1e} for all earlier outputs of modules"
 
 
 def residual_of(look: Look, routed: Routed, *, after: bool = False) -> tuple[float, bool]:

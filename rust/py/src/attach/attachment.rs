@@ -59,7 +59,7 @@ impl Attachment {
         }
         Err(hook_error(
             py,
-            "what this was for is over: its hooks were removed",
+            "cannot add hooks: their owner was closed, and its hooks were removed",
         ))
     }
 

@@ -243,7 +243,7 @@ impl KeptCall {
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let gone = || PyReferenceError::new_err("the module of this call is gone");
+        let gone = || PyReferenceError::new_err("the module of this call no longer exists");
         let module = self.module.bind(args.py()).upgrade().ok_or_else(gone)?;
         dispatch(&module, args, kwargs, false)
     }

@@ -410,8 +410,8 @@ impl KeptGuard {
             return Ok(());
         }
         let message = format!(
-            "compile() of this {} took the place of the call that runs its hooks, and they would not \
-             fire: remove them first, or instrument it without keep_class",
+            "compile() replaced the call that runs the hooks of this {}, so they would not fire: \
+             remove the hooks first, or instrument the module without keep_class",
             type_name(module)
         );
         Err(hook_error(py, message))

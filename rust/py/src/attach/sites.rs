@@ -128,7 +128,8 @@ impl SitesBase {
             let mut serving = self.serving.lock();
             if serving.another(py, None) {
                 drop(serving);
-                let message = "sites are closed after the batch that they serve is left";
+                let message = "sites cannot be closed while they serve a batch: leave the batch \
+                               first";
                 return Err(hook_error(py, message));
             }
             serving.closed = true;

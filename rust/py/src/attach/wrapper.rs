@@ -34,7 +34,8 @@ impl HookedBase {
         if self.released.load(Ordering::Acquire) {
             return Err(hook_error(
                 py,
-                "this HookedModule gave its module back: into_inner() was called, wrap the module anew",
+                "this HookedModule no longer has a module, since into_inner() returned it: wrap \
+                 the module again",
             ));
         }
         self.inner
@@ -129,7 +130,7 @@ impl HookedBase {
         }
         Err(hook_error(
             inner.py(),
-            "this HookedModule wraps a module already",
+            "this HookedModule already wraps a module",
         ))
     }
 

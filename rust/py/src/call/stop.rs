@@ -7,7 +7,7 @@ pyo3::create_exception!(
     ferrohook._core,
     Stop,
     PyBaseException,
-    "Ends the call of a module in its midst; the call catches it. Its arguments are the id of the \
+    "Ends the call of a module early; the call catches it. Its arguments are the id of the \
      module's registry and the value that the call returns."
 );
 

@@ -132,7 +132,7 @@ impl Collector {
                     py,
                     format!(
                         "{} was changed in place after it was captured: capture with \
-                         copy=\"clone\" to keep what it was",
+                         copy=\"clone\" to keep the original values",
                         error::shown(&self.names[index])
                     ),
                 ));
@@ -410,8 +410,8 @@ impl Collector {
         error::capture_budget(
             py,
             format!(
-                "keeping {bytes} more bytes of {} would exceed max_bytes={most}: what was \
-                 captured before stays readable",
+                "keeping {bytes} more bytes of {} would exceed max_bytes={most}: earlier captures \
+                 stay readable",
                 error::shown(&self.names[index])
             ),
         )

@@ -56,7 +56,8 @@ impl RequestBase {
         if shared.get().closed() {
             return Err(hook_error(
                 shared.py(),
-                "this plan was closed, or the model is gone that it was prepared for: prepare it again",
+                "this plan was closed, or the model that it was prepared for no longer exists: \
+                 prepare it again",
             ));
         }
         let request = Self {
@@ -241,7 +242,7 @@ impl Source {
         let Some(capture) = self.place.capture else {
             return Ok(self.collector.bind(py).clone());
         };
-        let none = || PyRuntimeError::new_err("a capture of a plan fires for requests");
+        let none = || PyRuntimeError::new_err("a capture of a plan can fire only for a request");
         let request = owner.ok_or_else(none)?.cast::<RequestBase>()?;
         request.get().collector(py, capture)
     }

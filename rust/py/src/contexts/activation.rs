@@ -35,7 +35,7 @@ impl Activation {
             return Err(hook_error(py, message));
         };
         let entered_twice = || {
-            let message = "this activation is entered: make another by activate()";
+            let message = "this activation is already entered: call activate() again";
             hook_error(py, message)
         };
         if self.token.lock().is_some() {
@@ -62,7 +62,7 @@ impl Activation {
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let token = self.token.lock().as_ref().map(|token| token.clone_ref(py));
         let Some(token) = token else {
-            let message = "this activation is not entered, or was left before";
+            let message = "this activation was not entered, or was already left";
             return Err(hook_error(py, message));
         };
         reset(

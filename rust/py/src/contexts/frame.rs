@@ -153,7 +153,7 @@ impl Frame {
     pub fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         let not_entered = || {
-            let message = "this scope is not entered, or was left before";
+            let message = "this scope was not entered, or was already left";
             hook_error(py, message)
         };
         let token = this
@@ -166,7 +166,7 @@ impl Frame {
         // A copied context has the same frames: only the token identifies the one that entered.
         current::reset(
             token.bind(py),
-            "a scope is left where it was entered, in the same thread and task: it is still entered \
+            "a scope must be left in the thread and task that entered it: it is still entered \
              there",
         )?;
         // Out of order: this frame is left before one inside it, or was.
@@ -182,8 +182,8 @@ impl Frame {
         {
             return Err(hook_error(
                 py,
-                "a scope is left after the scopes that were entered inside it: it was left all \
-                 the same, and they were not",
+                "a scope must be left after the scopes that were entered inside it: it was left \
+                 anyway, but they are still entered",
             ));
         }
         Ok(())
@@ -377,14 +377,16 @@ impl Frame {
     }
 }
 
-const DEADLINE: &str = "the deadline of a request holds in batches, and this one is entered: give it to fh.batch, \
-     or limit the calls by ferrohook.service.deadline";
-const ONCE: &str = "a scope is entered once: use activate() for other threads, scope() for another";
+const DEADLINE: &str = "the deadline of a request applies only in batches, so this request cannot \
+                        be entered: pass it to fh.batch, or limit the calls with \
+                        ferrohook.service.deadline";
+const ONCE: &str = "a scope can be entered only once: use activate() for other threads, or call \
+                    scope() again";
 
 fn closed(py: Python<'_>) -> PyErr {
     hook_error(
         py,
-        "this scope was left, and its hooks with it: open another by scope()",
+        "this scope was left, and its hooks were removed: open a new one with scope()",
     )
 }
 
@@ -563,7 +565,10 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
             .map_err(|_| {
                 hook_type_error(
                     object.py(),
-                    format!("scope is what scope() returned, got {}", type_name(&object)),
+                    format!(
+                        "scope must be the result of scope(), got {}",
+                        type_name(&object)
+                    ),
                 )
             })
     }

@@ -186,8 +186,8 @@ impl Logged {
             )
         };
         format!(
-            "backward() repeats a checkpointed forward, and a {what}: without the {label} the gradient \
-             would be wrong. Call backward() {instead}"
+            "backward() repeats a checkpointed forward, but the {what}: without the {label} the \
+             gradient would be wrong. Call backward() {instead}"
         )
     }
 

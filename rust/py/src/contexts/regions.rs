@@ -169,8 +169,9 @@ impl Repeat {
         if found.is_none() && logs.iter().any(runs) {
             return Err(hook_error(
                 module.py(),
-                "backward() repeats a checkpointed forward, and the function calls a module with \
-                 hooks more often than in the forward: which hooks belong to the call is not known",
+                "backward() repeats a checkpointed forward, but the function called a module with \
+                 hooks more often than in the forward: it is unknown which hooks belong to this \
+                 call",
             ));
         }
         Ok(found)
@@ -219,8 +220,8 @@ impl Repeat {
         let live = live.filter(|(hook, _)| self.is_inner(hook) && fires(hook));
         let live: Vec<_> = live.collect();
         if known && !live.is_empty() && live.len() != inner {
-            let message = "backward() repeats a checkpointed forward, and the function registers \
-                           other hooks than in the forward: which ones belong to it is not known";
+            let message = "backward() repeats a checkpointed forward, but the function registered \
+                           other hooks than in the forward: it is unknown which ones belong to it";
             return Err(hook_error(py, message));
         }
         let (mut hooks, mut again, mut places) = (Vec::new(), Vec::new(), Vec::new());

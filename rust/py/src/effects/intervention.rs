@@ -212,8 +212,8 @@ impl InterventionBase {
         }
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
             let message = format!(
-                "{}: it changes positional arguments, and this call has only keywords: register a \
-                 function with with_kwargs=True",
+                "{}: it changes positional arguments, but this call has only keyword arguments: \
+                 register a function with with_kwargs=True",
                 (turn.describe)()
             );
             return Err(hook_type_error(slf.py(), message));
@@ -389,7 +389,8 @@ impl<'py> Change<'_, 'py> {
     fn by_components(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         if self.intervention.get().has_rows {
             let message = format!(
-                "{}: a vector with rows does not fit a nested tensor: give it one dimension",
+                "{}: a vector with rows does not fit a nested tensor: use a vector with one \
+                 dimension",
                 (self.describe)()
             );
             return Err(hook_type_error(self.py(), message));
@@ -455,7 +456,8 @@ impl<'py> Change<'_, 'py> {
                 shape.and_then(|shape| shape.extract()).unwrap_or_default()
             };
             let message = format!(
-                "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
+                "{}: its vector of shape {:?} does not broadcast to the module's value of shape \
+                 {:?}",
                 (self.describe)(),
                 shape(vector),
                 shape(x)
@@ -480,7 +482,7 @@ impl<'py> Change<'_, 'py> {
             };
             if of_x != Some(width) {
                 let message = format!(
-                    "{}: its vector has a width of {width}, the module's value has {}",
+                    "{}: its vector has a width of {width}, but the module's value has {}",
                     (self.describe)(),
                     of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
                 );
@@ -529,7 +531,8 @@ impl<'py> Change<'_, 'py> {
             class = format!("{class} of {dtype}");
         }
         let message = format!(
-            "{}: a {class} lacks an operation that it needs ({}): change it with a function",
+            "{}: a {class} does not support an operation that the intervention needs ({}): change \
+             it with a function",
             (self.describe)(),
             cause
                 .get_type(py)

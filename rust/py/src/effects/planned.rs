@@ -165,7 +165,7 @@ impl Native for MaskedHook {
             return Ok(None);
         }
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
-            return Err(turn.type_error("at positions it must return a tensor", &result));
+            return Err(turn.type_error("with at=, it must return a tensor", &result));
         }
         if let Some(strength) = strength {
             result = strength.blend(turn.describe, &result, turn.value)?;
@@ -279,8 +279,8 @@ impl Native for PlanGuard {
         {
             return Err(hook_error(
                 py,
-                "modules of the model were replaced since the plan was prepared, and its hooks \
-                 are not on the new ones: prepare the plan again",
+                "modules of the model were replaced since the plan was prepared, and the new ones \
+                 do not have its hooks: prepare the plan again",
             ));
         }
         if let Some(positions) = &self.positions {

@@ -29,7 +29,7 @@ impl TypedHook {
             return Err(hook_type_error(
                 py,
                 format!(
-                    "a typed {} hook wraps a callable, got {}",
+                    "a typed {} hook must wrap a callable, got {}",
                     phase.0,
                     type_name(callback)
                 ),
@@ -128,9 +128,9 @@ fn input_of<'py>(turn: &Turn<'_, 'py>, result: Bound<'py, PyAny>) -> PyResult<Bo
         return Ok(PyTuple::new(result.py(), [&result])?.into_any());
     }
     let expected = if arity == 1 {
-        "it must return a tensor or a tuple of one".to_owned()
+        "it must return a tensor or a tuple with one item".to_owned()
     } else {
-        format!("it must return a tuple of {arity}, as many as the call has arguments")
+        format!("it must return a tuple of {arity} items, one for each argument of the call")
     };
     Err(turn.type_error(&expected, &result))
 }

@@ -145,8 +145,8 @@ impl<'py> Runs<'py> {
         Err(hook_type_error(
             callable.py(),
             format!(
-                "{taker} is a plain callable, got the async function {name}: a forward awaits \
-                 nothing, so its body would never run"
+                "{taker} must be a plain callable, got the async function {name}: a forward does \
+                 not await hooks, so its body would never run"
             ),
         ))
     }

@@ -118,7 +118,9 @@ impl HookHandle {
     fn remove(&self, py: Python<'_>, wait: bool, timeout: Option<Timeout>) -> PyResult<()> {
         if !wait {
             if timeout.is_some() {
-                return Err(PyValueError::new_err("timeout is for remove(wait=True)"));
+                return Err(PyValueError::new_err(
+                    "timeout= only works with remove(wait=True)",
+                ));
             }
             self.hook.remove();
             return Ok(());
@@ -204,12 +206,15 @@ impl<'py> FromPyObject<'_, 'py> for Timeout {
         let seconds: f64 = object.extract().map_err(|_| {
             hook_type_error(
                 object.py(),
-                format!("timeout is a number of seconds, got {}", type_name(&object)),
+                format!(
+                    "timeout must be a number of seconds, got {}",
+                    type_name(&object)
+                ),
             )
         })?;
         if seconds.is_nan() || seconds < 0.0 {
             return Err(PyValueError::new_err(format!(
-                "timeout is a number of seconds from 0, got {seconds}"
+                "timeout must be at least 0 seconds, got {seconds}"
             )));
         }
         Ok(Self(

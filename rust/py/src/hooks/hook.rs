@@ -59,7 +59,7 @@ impl Hook {
             return Err(hook_type_error(
                 py,
                 format!(
-                    "{} is a hook for the phase {only}, it cannot be registered for {phase}",
+                    "{} is a hook for phase {only} and cannot be registered for {phase}",
                     type_name(object)
                 ),
             ));
@@ -69,7 +69,8 @@ impl Hook {
             return Err(hook_type_error(
                 py,
                 format!(
-                    "{} fixes the arguments of its callback: with_kwargs is for plain callables",
+                    "{} fixes the arguments of its callback: with_kwargs only works with plain \
+                     callables",
                     type_name(object)
                 ),
             ));
@@ -82,16 +83,19 @@ impl Hook {
             if given && !taken {
                 return Err(hook_type_error(
                     py,
-                    format!("{option} is not for {phase} hooks, which would ignore it"),
+                    format!("{option} does not work with {phase} hooks, which would ignore it"),
                 ));
             }
         }
         if native.is_none() {
             if !object.is_callable() {
                 let message = if class.is_some() {
-                    format!("{} does not act in the phase {phase}", object.repr()?)
+                    format!("{} does not work in phase {phase}", object.repr()?)
                 } else {
-                    format!("a {phase} hook is a callable, got {}", type_name(object))
+                    format!(
+                        "a {phase} hook must be a callable, got {}",
+                        type_name(object)
+                    )
                 };
                 return Err(hook_type_error(py, message));
             }

@@ -25,10 +25,10 @@ pub fn int_of<'a, 'py, T: FromPyObject<'a, 'py>>(
     limits: &str,
 ) -> PyResult<T> {
     if object.is_instance_of::<PyBool>() {
-        let message = format!("{name} is an int, got bool");
+        let message = format!("{name} must be an int, got bool");
         return Err(hook_type_error(object.py(), message));
     }
-    let int = expect::<PyInt>(object, &format!("{name} is an int"))?;
+    let int = expect::<PyInt>(object, &format!("{name} must be an int"))?;
     let outside = |_| PyValueError::new_err(format!("{name} {limits}, got {}", *int));
     object.extract().map_err(outside)
 }
@@ -40,7 +40,7 @@ impl<'py> FromPyObject<'_, 'py> for PhaseName {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let name = expect::<PyString>(object, "phase is a str")?;
+        let name = expect::<PyString>(object, "phase must be a str")?;
         Phase::from_name(&name.to_cow()?).map(Self).ok_or_else(|| {
             PyValueError::new_err(format!(
                 "unknown phase {:?}: expected one of {}",
@@ -63,7 +63,7 @@ impl<'py> FromPyObject<'_, 'py> for OnError {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let name = expect::<PyString>(object, "on_error is a str")?;
+        let name = expect::<PyString>(object, "on_error must be a str")?;
         match &*name.to_cow()? {
             "raise" => Ok(Self::Raise),
             "disable" => Ok(Self::Disable),
@@ -83,7 +83,7 @@ impl<'py> FromPyObject<'_, 'py> for Priority {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        int_of(object, "priority", "lies between -2**63 and 2**63 - 1").map(Self)
+        int_of(object, "priority", "must be between -2**63 and 2**63 - 1").map(Self)
     }
 }
 

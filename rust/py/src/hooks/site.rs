@@ -83,7 +83,8 @@ impl Site<'_, '_> {
     pub fn warn_silenced(&self, error: &PyErr) {
         let py = self.py();
         let text = format!(
-            "the {} raised {}, silenced as another exception was raised before",
+            "the {} raised {}, which was silenced because another exception was already being \
+             raised",
             self.describe(),
             error
                 .value(py)

@@ -95,7 +95,7 @@ impl At {
         if prompt.is_none() && self.needs_prompt() {
             let at = self.given.bind(py).repr()?;
             let message =
-                format!("positions {at} need the length of the request's prompt: give lengths");
+                format!("positions {at} need the length of the request's prompt: pass lengths");
             return Err(rows_error(py, message));
         }
         Ok(())

@@ -33,8 +33,9 @@ use crate::torch::tensors::any_tensor;
 /// Number of sites that are open in the process.
 static SITES: AtomicUsize = AtomicUsize::new(0);
 
-const CAPTURING: &str = "a CUDA graph is being captured, and no replay enters a batch: open \
-    `fh.rows.sites` of the model, capture the graph outside of batches, and enter one for each replay";
+const CAPTURING: &str = "a batch cannot be entered while a CUDA graph is being captured, because \
+                         no replay would enter it: open `fh.rows.sites` of the model, capture the \
+                         graph outside of batches, and enter a batch for each replay";
 
 /// Counts open sites.
 pub fn count_sites(opened: bool) {
@@ -49,7 +50,10 @@ pub fn count_sites(opened: bool) {
 /// Returns `frame` as a member of a batch; raises if it cannot be one.
 fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Member> {
     if frame.cast::<BatchBase>().is_ok() {
-        return Err(rows_error(frame.py(), "a batch is no member of another"));
+        return Err(rows_error(
+            frame.py(),
+            "a batch cannot be a member of another batch",
+        ));
     }
     Member::of(frame, rows)
 }
@@ -118,14 +122,17 @@ impl BatchBase {
             }
         }
         if members.is_empty() {
-            return Err(rows_error(py, "a batch has at least one request"));
+            return Err(rows_error(py, "a batch needs at least one request"));
         }
         let ends = members.iter().map(|member| member.rows.in_tensors().end());
         let named = ends.max().unwrap_or_default();
         if let Some(size) = size
             && named > size
         {
-            let message = format!("row {} is out of range: the batch has {size}", named - 1);
+            let message = format!(
+                "row {} is out of range: the batch has {size} rows",
+                named - 1
+            );
             return Err(rows_error(py, message));
         }
         if named > given::MOST_ROWS {
@@ -330,13 +337,16 @@ impl BatchBase {
             if let Ok(outer) = frame.cast::<Self>()
                 && !outer.as_super().get().closed()
             {
-                return Err(rows_error(py, "a batch inside a batch: a call has one"));
+                return Err(rows_error(
+                    py,
+                    "batches cannot be nested: a call can be in only one",
+                ));
             }
         }
         if this.joined.swap(true, Ordering::Relaxed) {
             return Err(rows_error(
                 py,
-                "a batch is entered once: make another for the next step",
+                "a batch can be entered only once: create a new one for the next step",
             ));
         }
         for (at, member) in this.members.iter().enumerate() {

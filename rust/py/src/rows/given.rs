@@ -26,7 +26,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
     let py = rows.py();
     let unknown = || {
         let message = "negative rows and slices without an end count from the number of rows: \
-                       give positions or size";
+                       pass positions or size";
         rows_error(py, message)
     };
     if let Ok(slice) = rows.cast::<PySlice>() {
@@ -34,7 +34,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
         let (first, behind) = (bound(intern!(py, "start"))?, bound(intern!(py, "stop"))?);
         let step = bound(intern!(py, "step"))?.unwrap_or(1);
         if step < 1 {
-            let message = format!("the step of a slice of rows is at least 1, got {step}");
+            let message = format!("the step of a slice of rows must be at least 1, got {step}");
             return Err(PyValueError::new_err(message));
         }
         let place = |bound: i64| {
@@ -60,7 +60,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
     let one = rows.is_instance_of::<PyInt>();
     let wrong = |_| {
         let message = format!(
-            "rows are an int, a slice, a sequence of ints or an index tensor, got {}",
+            "rows must be an int, a slice, a sequence of ints or an index tensor, got {}",
             type_name(rows)
         );
         hook_type_error(py, message)
@@ -76,7 +76,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
         if dims != 1 || boolean || floating {
             return Err(hook_type_error(
                 py,
-                "rows are an index tensor of ints with one dimension",
+                "an index tensor of rows must have ints and one dimension",
             ));
         }
         rows.call_method0(intern!(py, "tolist"))?.extract()?
@@ -92,7 +92,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
         size.checked_sub(from_end).ok_or_else(|| {
             rows_error(
                 py,
-                format!("row {row} is out of range: the batch has {size}"),
+                format!("row {row} is out of range: the batch has {size} rows"),
             )
         })
     };
@@ -158,7 +158,7 @@ pub fn lengths(lengths: &Bound<'_, PyAny>) -> PyResult<Arc<[i64]>> {
     each.map(Arc::from).map_err(|_| {
         let got = type_name(lengths);
         let message =
-            format!("lengths are an int, or ints, of 64 bits for each request, got {got}");
+            format!("lengths must be one or several 64-bit ints for each request, got {got}");
         hook_type_error(py, message)
     })
 }

@@ -42,14 +42,14 @@ impl Gathered {
         }
         let dims: usize = index.call_method0(intern!(py, "dim"))?.extract()?;
         if dims != 1 {
-            let message = format!("an index in gathered has one dimension, got {dims}");
+            let message = format!("an index in gathered must have one dimension, got {dims}");
             return Err(rows_error(py, message));
         }
         let rows = index.call_method0(intern!(py, "tolist"))?;
         rows.extract().map_err(|_| {
             let dtype = index.getattr("dtype");
             let got = dtype.map_or_else(|_| "?".to_owned(), |it| it.to_string());
-            let message = format!("an index in gathered is a tensor of ints, got {got}");
+            let message = format!("an index in gathered must be a tensor of ints, got {got}");
             rows_error(py, message)
         })
     }
@@ -70,7 +70,7 @@ impl Gathered {
             };
             if let Some(size) = size.filter(|size| row >= *size) {
                 let message =
-                    format!("row {row} in gathered is out of range: the batch has {size}");
+                    format!("row {row} in gathered is out of range: the batch has {size} rows");
                 return Err(rows_error(py, message));
             }
             if let Some((member, place)) = owners.of_row(BatchRow(row)) {

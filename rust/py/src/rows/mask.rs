@@ -12,9 +12,10 @@ use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::nested::is_nested;
 
-const UNPROVED: &str = ": as many rows, but the module took no tensor of (batch, length, ...) and no \
-    view of one that would show that they are the tokens in order. Name a module that did; in \
-    inference mode torch tells of no view, under torch.no_grad it does";
+const UNPROVED: &str = ". The number of rows matches, but the module took no tensor of shape \
+                        (batch, length, ...) and no view of one, which would show that the rows \
+                        are the tokens in order. Name a module that did. In inference mode torch \
+                        does not report views: use torch.no_grad";
 
 /// Mask of the tokens of a forward, (batch, length) or (1, ..., rows), for all of its calls.
 pub struct Mask {
@@ -218,7 +219,7 @@ impl Mask {
         };
         if is_nested(x)? {
             let message = format!(
-                "{}: tokens at positions are not found in a nested tensor: leave out at=",
+                "{}: the tokens at positions cannot be found in a nested tensor: leave out at=",
                 describe(),
             );
             return Err(hook_type_error(py, message));
@@ -238,8 +239,8 @@ impl Mask {
             }
         }
         let message = format!(
-            "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value has \
-             the shape {of_x:?}{hint}",
+            "{}: positions are known for {of_mask:?} tokens (batch, length), but the module's \
+             value has shape {of_x:?}{hint}",
             describe(),
         );
         Err(hook_type_error(py, message))

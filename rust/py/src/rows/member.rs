@@ -27,7 +27,10 @@ impl Member {
         let py = frame.py();
         let frame = frame.cast::<Frame>().map_err(|_| {
             let got = type_name(frame);
-            let message = format!("a batch has requests, scopes and captures, got {got}");
+            let message = format!(
+                "a member of a batch must be a request, a scope or a capture, \
+                                   got {got}"
+            );
             hook_type_error(py, message)
         })?;
         Ok(Self {
@@ -44,7 +47,7 @@ impl Member {
         }
         let frame = self.frame.bind(py).repr();
         let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
-        let message = format!("{frame} failed in a batch: its rows go on without hooks");
+        let message = format!("{frame} failed in a batch: its rows continue without hooks");
         if let Err(unlogged) = log_error(py, &message, error) {
             unlogged.write_unraisable(py, None);
         }
@@ -90,7 +93,7 @@ impl RowOwners {
                     let message = if other == number {
                         format!("row {row} is named twice for member {number} of the batch")
                     } else {
-                        format!("rows overlap: row {row} is of members {other} and {number}")
+                        format!("rows overlap: row {row} belongs to members {other} and {number}")
                     };
                     return Err(rows_error(py, message));
                 }

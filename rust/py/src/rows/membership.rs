@@ -48,8 +48,7 @@ pub struct MemberCall {
     pub tokens: Option<Py<PyAny>>,
 }
 
-const SERVED: &str =
-    "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
+const SERVED: &str = "a request served by sites cannot have extra hooks: register them in its plan";
 
 impl Membership {
     /// Returns the state of a frame that joined a batch before.
@@ -153,31 +152,34 @@ impl Membership {
         let (py, this) = (frame.py(), frame.get());
         let refused = |message: &str| Err(rows_error(py, message));
         if this.closed() {
-            return refused("a closed request is in no batch");
+            return refused("a closed request cannot join a batch");
         }
         if this.shared_closed() {
-            return refused("the plan of a request was closed, and its hooks with it");
+            return refused("the plan of this request was closed, and its hooks were removed");
         }
         if this.entered(py).is_some() {
             return refused(
-                "a request that is entered by `with` sees whole calls: give a batch requests that \
+                "a request entered with `with` sees whole calls: pass a batch only requests that \
                  are not entered",
             );
         }
         if this.needs_gradients() {
             return refused(
-                "backward hooks and captures of gradients get those of the whole batch: a request \
-                 in a batch has none",
+                "backward hooks and captures of gradients get the gradients of the whole batch: a \
+                 request in a batch cannot have any",
             );
         }
         let Some(membership) = Self::of_any(this) else {
-            return refused("a batch is no member of another");
+            return refused("a batch cannot be a member of another batch");
         };
         {
             let mut state = membership.0.lock();
             if state.joined {
                 drop(state);
-                return refused("a request is in one batch at a time, and this one is in another");
+                return refused(
+                    "a request can be in only one batch at a time, and this one is \
+                                already in another",
+                );
             }
             state.joined = true;
         }
@@ -236,8 +238,8 @@ impl FrameSlot for Membership {
             return Err(rows_error(py, SERVED));
         }
         if joined && gradients {
-            let message = "this request is in a batch, whose backward hooks get the gradients of \
-                           all rows: it takes none";
+            let message = "this request is in a batch, where backward hooks would get the \
+                           gradients of all rows: it cannot have any";
             return Err(rows_error(py, message));
         }
         Ok(())

@@ -58,8 +58,8 @@ impl Positions {
             [] => None,
             [length] => Some(length),
             _ => {
-                let message = "a request whose rows are single tokens has one prompt: lengths has \
-                               one int for it";
+                let message = "a request whose rows are single tokens has one prompt: lengths \
+                               must have one int for it";
                 return Err(rows_error(py, message));
             }
         };

@@ -103,7 +103,7 @@ impl TokenTracker {
         if let Some(own) = own {
             return Ok(own.bind(py));
         }
-        let none = || PyRuntimeError::new_err("a hook of a plan fires for requests");
+        let none = || PyRuntimeError::new_err("a hook of a plan can fire only for a request");
         Ok(owner.ok_or_else(none)?.cast()?)
     }
 

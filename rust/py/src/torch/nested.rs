@@ -30,7 +30,7 @@ pub fn map_dense<'py>(
     }
     let ragged: usize = nested.getattr(intern!(py, "_ragged_idx"))?.extract()?;
     if ragged != 1 {
-        let message = "the tokens of a nested tensor are in its dimension 1 here";
+        let message = "the tokens of a nested tensor must be in dimension 1";
         return Err(PyTypeError::new_err(message));
     }
     // With its own offsets, so that it still fits others of the same sequences.

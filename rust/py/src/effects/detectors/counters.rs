@@ -132,7 +132,7 @@ impl Statistics for Latency {
         let (buckets, sum, range): (Vec<_>, _, _) = saved.extract()?;
         Histogram::restored(buckets, sum, range)
             .map(Self)
-            .ok_or_else(|| PyValueError::new_err("this is no state of a LatencyDetector"))
+            .ok_or_else(|| PyValueError::new_err("this is not a state of a LatencyDetector"))
     }
 }
 
@@ -171,7 +171,7 @@ impl<'py> FromPyObject<'_, 'py> for Limit {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        int_of(object, "limit", "is a number from 0 on").map(Self)
+        int_of(object, "limit", "must be between 0 and 2**64 - 1").map(Self)
     }
 }
 

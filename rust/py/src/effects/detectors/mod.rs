@@ -301,7 +301,7 @@ impl NativeDetector {
         Err(hook_type_error(
             py,
             format!(
-                "a {name} merges another {name}, got {}",
+                "a {name} can only merge another {name}, got {}",
                 type_name(other),
                 name = type_name(slf)
             ),

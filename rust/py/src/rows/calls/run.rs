@@ -110,7 +110,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
             let rows = match self.places(hook) {
                 None => Cow::Borrowed(all),
                 Some(places) => Cow::Owned(all.at(&places).ok_or_else(|| {
-                    rows_error(py, "positions of other rows than the member has")
+                    rows_error(py, "the positions are for other rows than the member has")
                 })?),
             };
             parts.push(MergedPart {

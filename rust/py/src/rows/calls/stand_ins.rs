@@ -211,7 +211,7 @@ impl Kept for StandIns {
                 .is_truthy()?
             {
                 let message = "the module writes in place to a tensor that shares memory with \
-                               another argument, for this request alone";
+                               another argument, for this request only";
                 members[pair.member].fail_with(py, rows_error(py, message))?;
             }
         }

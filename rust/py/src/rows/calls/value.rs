@@ -200,7 +200,7 @@ impl<'a, 'py> Value<'a, 'py> {
         let shapes = if shapes.is_empty() {
             format!("no tensor, but {}", type_name(self.whole))
         } else {
-            format!("tensors of the shapes {}", shapes.join(", "))
+            format!("tensors of shape {}", shapes.join(", "))
         };
         let positioned = self.batch.positioned();
         let reads = |entry: &&Arc<Entry<Hook>>| {
@@ -209,8 +209,9 @@ impl<'a, 'py> Value<'a, 'py> {
         let reader = entries.iter().find(reads).unwrap_or(&entries[0]);
         let (rows, dim) = (self.layout.size, self.layout.dim);
         let message = format!(
-            "{}: the {rows} rows of the batch are found in dimension {dim} of no tensor; \
-             the module has {shapes}. Say which they are by `gathered`, or how many by `size`",
+            "{}: the {rows} rows of the batch were not found in dimension {dim} of any tensor; \
+             the module has {shapes}. Pass `gathered` to say which rows these are, or `size` to \
+             say how many the batch has",
             (self.describe)(reader)
         );
         rows_error(py, message)
@@ -398,8 +399,7 @@ impl<'a, 'py> Value<'a, 'py> {
             (Ok(_), Some(wrong)) => Err(Ok(wrong)),
             (Ok(true), None) if expected().map_err(Err)? == changed.len() => Ok(changed),
             (Ok(_), None) => Err(Ok(
-                "returns another structure than it got, or changes a part \
-                                     of it that all rows share"
+                "returns a different structure than it got, or changes a part that all rows share"
                     .to_owned(),
             )),
         }
@@ -456,8 +456,8 @@ impl<'a, 'py> Value<'a, 'py> {
             if apart {
                 return Err(self.error(
                     wrote,
-                    "writes in place to a tensor that shares memory with another, in a way that \
-                     copies of rows cannot: return the new value",
+                    "writes in place to a tensor that shares memory with another, which copies of \
+                     rows cannot reproduce: return the new value",
                 ));
             }
             let mut replaced = !self.batch.runs_python();
@@ -478,8 +478,8 @@ impl<'a, 'py> Value<'a, 'py> {
             if !found {
                 return Err(self.error(
                     wrote,
-                    "was registered after the batch was entered, and writes in place to the \
-                     module's input: register it before",
+                    "writes in place to the module's input, but was registered after the batch \
+                     was entered: register it before",
                 ));
             }
         }
@@ -656,7 +656,7 @@ fn difference<'py>(given: &Bound<'py, PyAny>, new: &Bound<'py, PyAny>) -> PyResu
         let (expected, got) = (given.getattr(name)?, new.getattr(name)?);
         if !expected.eq(&got)? {
             return Ok(Some(format!(
-                "returns other rows than it got: a tensor of {name} {got} in place of {expected}"
+                "returns different rows than it got: a tensor of {name} {got} instead of {expected}"
             )));
         }
     }
