@@ -88,7 +88,7 @@ def described(name: str, value: Any) -> list[str]:
         native = [base for base in value.__bases__ if base.__name__ == "HookedBase"]
         for each in sorted({name for owner in (value, *native) for name in vars(owner)}):
             member = inspect.getattr_static(value, each)
-            if each.startswith(("_", "extra_repr", "formula")):
+            if each.startswith(("_", "extra_repr", "formula")) or _is_override(value, each):
                 continue
             if callable(getattr(value, each, None)):
                 lines.append("  " + _line(f".{each}{_signature(getattr(value, each))}", member))
@@ -112,6 +112,12 @@ def _is_attribute(owner: type, name: str) -> bool:
     return not name.startswith("_") and (
         isinstance(member, property) or inspect.isdatadescriptor(member)
     )
+
+
+def _is_override(owner: type, name: str) -> bool:
+    """True for a method that its base describes."""
+    described = inspect.getattr_static(owner, name).__doc__
+    return not described and any(name in vars(base) for base in owner.__mro__[1:])
 
 
 def _signature(value: Any) -> str:

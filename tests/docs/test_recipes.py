@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.nn.functional import cosine_similarity
 
 import ferrohook as fh
 from support.pages import DOCS, blocks, run
@@ -63,6 +64,29 @@ def steer_generation(names: Names) -> None:
     assert "It's a busy day, I'm enjoying my day!" in expected
     with fh.register(model, names["LAYER"], names["happier"], at="generated"):
         assert text() == expected
+
+
+def steer_only_when(names: Names) -> None:
+    model, tokens_of, happier = (names[name] for name in ("model", "tokens_of", "happier"))
+    seen: list[float] = []
+
+    def by_hand(_module: object, _args: object, state: Tensor) -> Tensor:
+        if state.shape[1] > 1:  # the prompt
+            seen.append(float(cosine_similarity(state[0, 4:], -happier, dim=-1).max()))
+            new = state[:, -1:]
+        else:
+            new = state
+        if seen[-1] > 0.05:
+            new = new + 3.0 * happier
+        return torch.cat((state[:, :-1], new), 1)
+
+    for prompt in names["PROMPTS"][:5]:
+        ids = tokens_of(prompt)
+        with model.model.layers[10].register_forward_hook(by_hand):  # the oracle
+            expected = model.generate(**ids, max_new_tokens=10, do_sample=False)
+        with names["plan"].open(model):
+            assert torch.equal(model.generate(**ids, max_new_tokens=10, do_sample=False), expected)
+    assert [value > 0.05 for value in seen] == [True, True, True, False, False]
 
 
 def ablate_head(names: Names) -> None:
@@ -219,6 +243,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "cache": cache,
     "steer": steer,
     "steer-generation": steer_generation,
+    "steer-only-when": steer_only_when,
     "ablate-head": ablate_head,
     "patch": patch,
     "attribution-patching": attribution_patching,

@@ -244,7 +244,7 @@ def test_a_token_that_runs_again_has_its_first_reading() -> None:
     with plan.prepare(model()).open(prompt=5) as request:
         model()(IDS, past_key_values=cache)
         first = request.acts["@gate.g"].clone()
-        cache.crop(3)
+        cache.crop(-2)
         model()(IDS[:, 3:], past_key_values=cache)
         again = request.acts["@gate.g"]
     assert torch.equal(first[3:], again[3:])

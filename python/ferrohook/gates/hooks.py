@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrohook._core import store_rows
 from ferrohook.gates.conditions import Condition, Ramp, Values
@@ -16,27 +16,38 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ferrohook._core import Collector
+    from ferrohook.gates.gate import Gate
+    from ferrohook.gates.state import GateStates
     from ferrohook.names.places import Place
-    from ferrohook.plans.entries import GateEntry
-    from ferrohook.plans.prepared import Request
+
+
+class GatedRequest(Protocol):
+    """A request whose plan has gates."""
+
+    gates: GateStates
+
+    def collector(self, capture: int, *, complete: bool = True) -> Collector:
+        """Returns the collector of one of the plan's captures."""
+        ...
 
 
 class GateReader:
     """Reads the tokens of a call for a gate, and stores its values for the plan's captures.
 
     Args:
-        gate: its entry.
+        gate: the gate.
         place: where it reads.
     """
 
-    def __init__(self, gate: GateEntry, place: Place) -> None:
+    def __init__(self, gate: Gate, place: Place) -> None:
         self._gate = gate
         self._head, self._multiplier = place.head, place.multiplier
         self.kept: list[int] = []
         """Captures of its values, by their indices in the plan."""
         self.__qualname__ = f"gate {gate.name!r}"
 
-    def __call__(self, request: Request, vectors: Tensor, given: tuple[Any, ...]) -> None:
+    def __call__(self, request: GatedRequest, vectors: Tensor, given: tuple[Any, ...]) -> None:
         """Reads the vectors of some tokens, (tokens, ...)."""
         tokens = GateTokens(*given)
         if self._multiplier != 1:
@@ -64,14 +75,14 @@ class Choice:
 
     def __init__(
         self,
-        gates: Mapping[str, GateEntry],
+        gates: Mapping[str, Gate],
         when: Condition | None,
         strength: float | Ramp | None,
     ) -> None:
         self._gates, self._when, self._strength = gates, when, strength
 
     def __call__(
-        self, request: Request, given: tuple[Any, ...]
+        self, request: GatedRequest, given: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Returns which of some tokens are changed, and the strengths; None if none is."""
         tokens = GateTokens(*given)

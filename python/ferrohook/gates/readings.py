@@ -35,7 +35,7 @@ class Reading:
     def __init_subclass__(cls) -> None:
         READINGS[cls.__name__] = cls
 
-    def of(self, vectors: Tensor) -> Tensor:
+    def _read(self, vectors: Tensor) -> Tensor:
         """Returns the numbers of some tokens: float32, (tokens,)."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Reading:
         if self.width not in {None, flat.shape[1]}:
             msg = f"{self!r} reads vectors of width {self.width}, got {flat.shape[1]}"
             raise HookTypeError(msg)
-        return self.of(flat)
+        return self._read(flat)
 
     @property
     def width(self) -> int | None:
@@ -141,7 +141,7 @@ class Dot(Reading):
         self._vector("direction")
         self._number("bias")
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         # Not a product of matrices: autocast runs those in lower precision.
         read: Tensor = (vectors * _in(vectors, self.direction)).sum(-1) + self.bias
         return read
@@ -174,21 +174,23 @@ class Cosine(Reading):
             msg = "direction of Cosine must not be zero or have NaN"
             raise ValueError(msg)
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         direction = _in(vectors, self.direction)
         if self.projected:
             along = (vectors * direction).sum(-1, keepdim=True) / (direction * direction).sum()
             direction = (along * direction).tanh()
         lengths = vector_norm(vectors, dim=-1) * vector_norm(direction, dim=-1)
-        return (vectors * direction).sum(-1) / lengths.where(lengths > 0, 1.0)
+        cosines: Tensor = (vectors * direction).sum(-1) / lengths.where(lengths > 0, 1.0)
+        return cosines
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Norm(Reading):
     """Euclidean length of the vector."""
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
-        return vector_norm(vectors, dim=-1)
+    def _read(self, vectors: Tensor) -> Tensor:
+        lengths: Tensor = vector_norm(vectors, dim=-1)
+        return lengths
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -254,7 +256,7 @@ class Probe(Reading):
             raise HookTypeError(msg)
         self._keep("bias", self.bias.reshape(shape))
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         z = vectors if self.mean is None else vectors - _in(vectors, self.mean)
         z = z if self.scale is None else z / _in(vectors, self.scale)
         bias = _in(vectors, self.bias) if isinstance(self.bias, Tensor) else self.bias
@@ -289,7 +291,7 @@ class TokenProbability(Reading):
             raise ValueError(msg)
         object.__setattr__(self, "ids", tuple(given))
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         if max(self.ids) >= vectors.shape[1]:
             msg = f"token id {max(self.ids)} is out of range of {vectors.shape[1]} logits"
             raise HookTypeError(msg)
@@ -300,7 +302,7 @@ class TokenProbability(Reading):
 class MaxProbability(Reading):
     """Probability of the most probable next token. For a place of raw logits."""
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         return vectors.softmax(-1).amax(-1)
 
 
@@ -308,6 +310,6 @@ class MaxProbability(Reading):
 class Entropy(Reading):
     """Entropy of the distribution of the next token, in nats. For a place of raw logits."""
 
-    def of(self, vectors: Tensor) -> Tensor:  # noqa: D102 (see the base)
+    def _read(self, vectors: Tensor) -> Tensor:
         entropy: Tensor = torch.special.entr(vectors.softmax(-1)).sum(-1)
         return entropy

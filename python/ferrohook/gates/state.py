@@ -18,7 +18,7 @@ from ferrohook.tokens.positions import EVERYWHERE, native_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.plans.entries import GateEntry
+    from ferrohook.gates.gate import Gate
 
 _MOST_SEQUENCES: Final = 64
 """Calls without a common KV cache whose readings a request stores for each gate."""
@@ -99,7 +99,7 @@ class GateStates:
                 del of_gate[next(iter(of_gate))]
             return found
 
-    def add(self, gate: GateEntry, tokens: GateTokens, readings: Tensor) -> None:
+    def add(self, gate: Gate, tokens: GateTokens, readings: Tensor) -> None:
         """Stores readings of the tokens of a call.
 
         Raises:
@@ -125,7 +125,7 @@ class GateStates:
             for row in [*rows.values()]:
                 row.take_back(position)
 
-    def values(self, gate: GateEntry, tokens: GateTokens) -> Values:
+    def values(self, gate: Gate, tokens: GateTokens) -> Values:
         """Returns the values of a gate at the tokens of a call, where its readings are.
 
         Raises:
@@ -160,7 +160,7 @@ def _by_row(rows: list[int]) -> list[tuple[int, list[int]]]:
 
 
 def _counts(
-    gate: GateEntry, row: _Row, positions: list[int], prompt: int | None
+    gate: Gate, row: _Row, positions: list[int], prompt: int | None
 ) -> tuple[Tensor, list[int | None]]:
     """Returns the readings that values are made of, and how many of them each value has.
 
@@ -203,7 +203,7 @@ def _counts(
     return readings, counts
 
 
-def _check_read(gate: GateEntry, row: _Row, wanted: list[int], prompt: int | None) -> None:
+def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None) -> None:
     """Validates that a gate has read the tokens that its values depend on.
 
     Args:

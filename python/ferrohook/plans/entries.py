@@ -21,6 +21,7 @@ from ferrohook.gates.conditions import (
     check_name,
     check_strength,
 )
+from ferrohook.gates.gate import Gate
 from ferrohook.gates.readings import Reading
 from ferrohook.tokens.positions import At, check_at
 from ferrohook.tokens.tracking import check_takes_at
@@ -188,14 +189,14 @@ class KeepEntry(PlanEntry):
 class GateEntry(PlanEntry):
     """A number that a plan reads from each token, on which its hooks may depend."""
 
-    name: str
+    gate: Gate
     what: Selector
-    reading: Reading
-    at: At
-    over: Over
-    by: By
-    lag: int
     options: dict[str, Any]
+
+    @property
+    def at(self) -> At:  # type: ignore[override]  # it does not change
+        """Tokens that it reads."""
+        return self.gate.at
 
     @property
     def positioned(self) -> bool:
@@ -206,18 +207,21 @@ class GateEntry(PlanEntry):
         yield from ("gate", *self.options)
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
-        own = (self.name, self.what, self.at, self.lag, self.options)
-        return ("gate", *map(content_of, own), self.reading.content(), self.over, self.by)
+        it = self.gate
+        own = map(content_of, (it.name, self.what, it.at, it.lag, self.options))
+        return ("gate", *own, it.reading.content(), it.over, it.by)
 
     def __reduce__(self) -> Any:
-        own = {"at": self.at, "over": self.over, "by": self.by, "lag": self.lag, **self.options}
-        return functools.partial(gate, **own), (self.name, self.what, self.reading)
+        it = self.gate
+        own = {"at": it.at, "over": it.over, "by": it.by, "lag": it.lag, **self.options}
+        return functools.partial(gate, **own), (it.name, self.what, it.reading)
 
     def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
         phase = "forward_pre" if self.options.get("inputs") else "forward"
-        shown = {"over": self.over, "by": self.by, **({"lag": self.lag} if self.lag else {})}
-        shown |= {name: it for name, it in self.options.items() if name != "inputs"}
-        title = f"gate {self.name!r}: {type(self.reading).__name__}"
+        it = self.gate
+        shown = {"over": it.over, "by": it.by, **({"lag": it.lag} if it.lag else {})}
+        shown |= {name: value for name, value in self.options.items() if name != "inputs"}
+        title = f"gate {it.name!r}: {type(it.reading).__name__}"
         return (_shown(self.what), title, phase, _shown(self.at), _shown_options(shown))
 
 
@@ -285,7 +289,7 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
         options["inputs"] = True
     if output_index is not None:
         options["output_index"] = output_index
-    return GateEntry(name, what, reading, at, over, by, lag, options)
+    return GateEntry(Gate(name, reading, at, over, by, lag), what, options)
 
 
 def on(  # noqa: PLR0913 (the options of `register`)

@@ -53,7 +53,7 @@ class Plan:
             expected = "Plan takes entries made by on(), keep() or gate(), or other plans"
             expect(entry, HookEntry | KeepEntry | GateEntry, expected)
             flat.append(entry)
-        names = [entry.name for entry in flat if isinstance(entry, GateEntry)]
+        names = [entry.gate.name for entry in flat if isinstance(entry, GateEntry)]
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             msg = f"two gates of the plan are called {twice!r}: rename one"

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.effects.typed import Phase
+    from ferrohook.gates.gate import Gate
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
 
@@ -136,7 +137,7 @@ class Prepared:
         guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
         self._contents.guard = guards[""]
         self._contents.gates = {
-            entry.name: GateReader(entry, *places.values())
+            entry.gate.name: GateReader(entry.gate, *places.values())
             for entry, places in zip(self.entries, found, strict=True)
             if isinstance(entry, GateEntry)
         }
@@ -183,7 +184,7 @@ class Prepared:
         entry: HookEntry,
         places: dict[str, Place],
         attachment: Attachment,
-        gates: dict[str, GateEntry],
+        gates: dict[str, Gate],
     ) -> None:
         mask = self._mask(entry)
         when, strength = entry.options.get("when"), entry.options.get("strength")
@@ -244,7 +245,7 @@ class Prepared:
         """Registers the hook of a gate."""
         (place,) = places.values()
         mask = cast("int", self._mask(entry))
-        hook = GateHook(self._contents.gates[entry.name], place.part, mask)
+        hook = GateHook(self._contents.gates[entry.gate.name], place.part, mask)
         phase: Phase = "forward_pre" if place.inputs else "forward"
         handles = attachment.register(
             [place.module], phase, hook, scope=self._frame, names=[place.path], entry=number
@@ -542,26 +543,22 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         HookTypeError: its tensor has another width than the reading.
     """
     if len(places) != 1:
-        msg = f"gate {entry.name!r} reads one place, and its `what` selects {listed(places)}"
+        msg = f"gate {entry.gate.name!r} reads one place, and its `what` selects {listed(places)}"
         raise HookError(msg)
     ((name, place),) = places.items()
-    width = place.shape[-1] if place.shape is not None and place.head is None else None
-    if (
-        width is not None
-        and len(place.shape or ()) == _VECTORS
-        and entry.reading.width not in {None, width}
-    ):
-        msg = f"{entry.reading!r} reads vectors of width {entry.reading.width}, {name} has {width}"
+    reading, shape = entry.gate.reading, place.shape or ()
+    if place.head is None and len(shape) == _VECTORS and reading.width not in {None, shape[-1]}:
+        msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
         raise HookTypeError(msg)
 
 
-def _gates_of(entries: Sequence[Entry]) -> dict[str, GateEntry]:
+def _gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
     """Returns the gates of a plan by name.
 
     Raises:
         HookError: an entry depends on one that is not there.
     """
-    gates = {entry.name: entry for entry in entries if isinstance(entry, GateEntry)}
+    gates = {it.gate.name: it.gate for it in entries if isinstance(it, GateEntry)}
     for number, entry in enumerate(entries):
         if unknown := entry.gates - gates.keys():
             known = f"it has {listed(gates)}" if gates else "it has none"

@@ -49,8 +49,9 @@ def _entry(entry: Entry, path: str) -> dict[str, Any]:
         options = entry.options | _dependence(entry, path)
         return {"type": "on", **own, "hook": hook, "phase": entry.phase, **options}
     if isinstance(entry, GateEntry):
-        own = {"name": entry.name, **own, "reading": _reading(entry.reading, f"{path}.reading")}
-        own |= {"over": _over(entry.over), "by": entry.by, "lag": entry.lag}
+        gate = entry.gate
+        own = {"name": gate.name, **own, "reading": _reading(gate.reading, f"{path}.reading")}
+        own |= {"over": _over(gate.over), "by": gate.by, "lag": gate.lag}
         options = {name: _option(name, it, f"{path}.{name}") for name, it in entry.options.items()}
         return {"type": "gate", **own, **options}
     if entry.label is not None:

@@ -1,0 +1,23 @@
+"""A gate: a number read from each token, by which hooks of a plan act."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ferrohook.gates.aggregation import By, Over
+    from ferrohook.gates.readings import Reading
+    from ferrohook.tokens.positions import At
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gate:
+    """A gate without its place; see `gate` for its arguments."""
+
+    name: str
+    reading: Reading
+    at: At
+    over: Over
+    by: By
+    lag: int
