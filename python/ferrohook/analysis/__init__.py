@@ -19,15 +19,19 @@ from ferrohook.analysis.lens import Lens as Lens
 from ferrohook.analysis.lens import logit_lens as logit_lens
 from ferrohook.analysis.patching import activation_patching as activation_patching
 from ferrohook.analysis.patching import attribution_patching as attribution_patching
+from ferrohook.analysis.thresholds import ThresholdTable as ThresholdTable
+from ferrohook.analysis.thresholds import threshold as threshold
 
 __all__ = [
     "Effects",
     "Lens",
+    "ThresholdTable",
     "ablation",
     "activation_patching",
     "attribution_patching",
     "direct_logit_attribution",
     "logit_lens",
+    "threshold",
 ]
 
 

@@ -1,0 +1,154 @@
+"""`threshold`: where to put the threshold of a gate, from texts that it should tell apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ferrohook.analysis.calls import ModelCall
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan, keep
+from ferrohook.plans.entries import GateEntry
+from ferrohook.util.arguments import expect, expect_module
+from ferrohook.util.tables import Printed, frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+_MOST_LINES: Final = 20
+"""Printed lines of a table."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ThresholdTable(Printed):
+    """How well a gate tells texts apart at each threshold; see `threshold`.
+
+    `print` and notebooks show it.
+    """
+
+    best: float
+    """The chosen threshold, for `above`."""
+    thresholds: Tensor
+    """All thresholds that differ in their result, ascending; float32, (thresholds,)."""
+    hits: Tensor
+    """Share of the texts of `yes` above each threshold: the true positive rate, or recall."""
+    false_alarms: Tensor
+    """Share of the texts of `no` above each threshold: the false positive rate."""
+    f1: Tensor
+    """F1 score at each threshold: harmonic mean of precision and recall."""
+    yes: Tensor
+    """Score of each text that should be above: float32, (texts,)."""
+    no: Tensor
+    """Score of each text that should not: float32, (texts,)."""
+
+    @property
+    def area(self) -> float:
+        """Area under the ROC curve: how often a text of `yes` has a higher score than one of `no`."""
+        higher = (self.yes[:, None] > self.no).double() + (self.yes[:, None] == self.no) / 2
+        return float(higher.mean())
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {
+            "threshold": self.thresholds,
+            "hits": self.hits,
+            "false alarms": self.false_alarms,
+            "F1": self.f1,
+        }
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Makes a DataFrame with a line for each threshold.
+
+        Raises:
+            HookError: the package pandas is not installed.
+        """
+        columns = [(name, it.tolist()) for name, it in self._columns().items()]
+        rows = zip(*(values for _, values in columns), strict=True)
+        return frame([dict(zip([name for name, _ in columns], row, strict=True)) for row in rows])
+
+    def _cells(self) -> list[list[str]]:
+        """Returns the printed table, headings first; of many thresholds some."""
+        columns = self._columns()
+        count = len(self.thresholds)
+        spread = torch.linspace(0, count - 1, min(count, _MOST_LINES)).round().long().tolist()
+        at_best = int((self.thresholds - self.best).abs().argmin())
+        lines = []
+        for line in sorted({*spread, at_best}):
+            found = [float(it[line]) for it in columns.values()]
+            mark = "*" if line == at_best else ""
+            lines.append([f"{found[0]:.4g}{mark}", *(f"{each:.2f}" for each in found[1:])])
+        return [[*columns], *lines]
+
+
+def threshold(
+    model: nn.Module, gate: GateEntry, yes: Any, no: Any, *, false_alarms: float | None = None
+) -> ThresholdTable:
+    """Finds the threshold of a gate from texts for which it should fire, and others.
+
+    The score of a text is the largest value that the gate has at one of its tokens: a condition
+    `above(gate, threshold)` is true somewhere in the text if its score is above the threshold.
+
+    Args:
+        model: any model of tokens.
+        gate: result of `fh.gate`, without `lag`.
+        yes: inputs of the model, a row for each text that should be above the threshold: keyword
+            arguments as a dict, a tuple of positional ones, or the only one. Padding counts by
+            `attention_mask`.
+        no: likewise, of texts that should not.
+        false_alarms: largest share of `no` that may be above the threshold; the lowest such
+            threshold is chosen. None for the one of the best F1 score.
+
+    Returns:
+        a table with the chosen threshold, which lies halfway between two scores.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        HookError: the gate has no value in a text, or does not fit the model.
+        ValueError: `false_alarms` is not from 0 to 1.
+
+    Examples:
+        >>> found = fh.analysis.threshold(model, gate, sad_texts, other_texts)
+        >>> plan = fh.Plan(gate, fh.on(LAYER, hook, when=fh.above("sad", found.best)))
+    """
+    expect_module(model, "threshold takes")
+    expect(gate, GateEntry, "gate must be the result of fh.gate")
+    if false_alarms is not None:
+        expect(false_alarms, int | float, "false_alarms must be a number")
+        if not 0 <= false_alarms <= 1:
+            msg = f"false_alarms must be from 0 to 1, got {false_alarms}"
+            raise ValueError(msg)
+    scores = {name: _scores(model, gate, it, name) for name, it in (("yes", yes), ("no", no))}
+    own, others = scores["yes"], scores["no"]
+    found = torch.cat((own, others)).unique()  # ascending
+    between = (found[1:] + found[:-1]) / 2
+    # Below all scores everything fires, from the highest on nothing does.
+    limits = torch.cat((found[:1] - 1, between, found[-1:]))
+    hits = (own[:, None] > limits).double().mean(0)
+    alarms = (others[:, None] > limits).double().mean(0)
+    true, false = hits * len(own), alarms * len(others)
+    f1 = 2 * true / (true + false + len(own))
+    chosen = int(f1.argmax())
+    if false_alarms is not None:
+        chosen = int((alarms <= false_alarms).nonzero()[0])
+    return ThresholdTable(float(limits[chosen]), limits, hits, alarms, f1, own, others)
+
+
+@torch.no_grad()
+def _scores(model: nn.Module, gate: GateEntry, inputs: Any, name: str) -> Tensor:
+    """Returns the largest value of the gate in each text."""
+    values = f"@gate.{gate.gate.name}"
+    found: list[float] = []
+    with Plan(gate, keep(values)).prepare(model) as prepared:
+        for call in ModelCall.of(inputs, name).batches(1):
+            with prepared.open() as request:
+                call.run(model)
+            own = request.acts[values] if values in request.acts else torch.empty(0)
+            known = own[~own.isnan()]
+            if not len(known):
+                msg = f"gate {gate.gate.name!r} has no value in text {len(found)} of {name}"
+                raise HookError(msg)
+            found.append(float(known.max()))
+    return torch.tensor(found)
