@@ -106,7 +106,7 @@ def test_direct_attribution_needs_no_names(named: tuple[str, Case]) -> None:
         case.model, case.clean, case.metric, PROJECTIONS[kind], norm=NORMS[kind], **by_head
     )
     close(heads.values, by_module.values)
-    with pytest.raises(fh.HookTypeError, match=r"takes .@z.* or the projections"):
+    with pytest.raises(fh.HookTypeError, match=r"needs .@z.* or the projections"):
         analysis.direct_logit_attribution(
             case.model, case.clean, case.metric, "@mlp_out.*", **by_head
         )

@@ -170,7 +170,9 @@ def test_hooks_on_modules_that_are_fused_away_are_reported(way: str) -> None:
         "quantisation removed 'bn'",
     ]
     # The fused module has a copy of the convolution, hooks included.
-    with pytest.warns(fh.errors.ReplacedWarning, match=r"took '0' \(.*Conv2d\)* out of ConvReLU2d"):
+    with pytest.warns(
+        fh.errors.ReplacedWarning, match=r"removed '0' \(.*Conv2d\)* from ConvReLU2d"
+    ):
         quantize(model, "static")
 
 

@@ -134,7 +134,9 @@ def test_a_subclass_that_could_not_be_unpickled_is_refused() -> None:
             super().__init__(module)
             self.limit = limit
 
-    with pytest.raises(pickle.PicklingError, match=r"only: missing a required argument: 'limit'\."):
+    with pytest.raises(
+        pickle.PicklingError, match=r"only the module: missing a required argument: 'limit'\."
+    ):
         pickle.dumps(Limited(nn.Linear(4, 2), 3))
 
 

@@ -296,7 +296,7 @@ def test_a_plan_names_tensors_of_a_file() -> None:
     ("plan", "more", "reason"),
     [
         ("{", "", "the plan is not valid JSON"),
-        ('{"version": 1, "entries": [3]}', "", "entries[0]: an object"),
+        ('{"version": 1, "entries": [3]}', "", "entries[0]: expected an object"),
         (fh.Plan(fh.keep("0")), "", "the plan keeps activations, which collect does not store"),
         (fh.Plan(fh.on("no", fh.Zero())), "", "entry 0 of the plan: nothing in Sequential matches"),
         (fh.Plan(fh.on("0", fh.Add(torch.ones(7)))), "", "a width of 7, but the output of '0'"),

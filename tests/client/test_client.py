@@ -228,7 +228,7 @@ def test_a_busy_server_and_one_that_is_not_there(server: PlannedServer, client: 
         ([1.5], None, "got a list of float"),
         ([True], None, "got a list of bool"),
         (None, None, "got NoneType"),
-        ("w1", 3, "a plan is a Plan or its JSON, got int"),
+        ("w1", 3, "a plan must be a Plan or its JSON, got int"),
         ("w1", fh.Plan(fh.on("model", print)), "Python function"),
         ("w1", fh.Plan(fh.on("model", fh.Add(torch.tensor([float("nan")])))), "NaN"),
         ("w1", "{", "Expecting property name"),

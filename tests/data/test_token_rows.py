@@ -112,8 +112,10 @@ def test_tokens_that_do_not_fit_are_refused(
 
     refused(fh.HookError, "tokens='ids' names a key of the batches", tokens="ids")
     refused(fh.HookTypeError, "tokens must be a str, a callable or None, got int", tokens=1)
-    refused(fh.HookTypeError, r"got torch.float32 of \(1, 4\)", tokens=lambda _: torch.ones(1, 4))
-    refused(fh.HookTypeError, r"got torch.int64 of \(4,\)", tokens=lambda _: torch.arange(4))
+    refused(
+        fh.HookTypeError, r"got torch.float32 of shape \(1, 4\)", tokens=lambda _: torch.ones(1, 4)
+    )
+    refused(fh.HookTypeError, r"got torch.int64 of shape \(4,\)", tokens=lambda _: torch.arange(4))
     refused(fh.HookTypeError, "got list", tokens=lambda batch: batch["input_ids"].tolist())
     refused(
         fh.HookError,

@@ -203,7 +203,9 @@ def test_layers_that_hide_the_sum_prove_nothing() -> None:
     named = look_at(model, lambda: model(IDS), heads_of)
     assert "@resid_post.0" in named.table
     assert "@resid_post.1" not in named.table
-    expected = r"resid_pre \+ contributions = resid_post fails by \d\.\de-0\d: its output is no sum"
+    expected = (
+        r"resid_pre \+ contributions = resid_post fails by \d\.\de-0\d: its output is not a sum"
+    )
     assert re.match(expected, named.table.missing["resid_post.1"])
     with pytest.raises(fh.SelectionError, match=r"@mlp_out.1 is not proved.*" + expected):
         named.table.matching("@mlp_out.1")
@@ -309,7 +311,7 @@ VECTOR = torch.ones(HEADS[1])
         (fh.keep("@z.1.3"), "@z.1.3 names no head: @z.1 has heads 0 to 2"),
         (fh.keep("@z.1.0", slice=(..., 0)), "captured whole"),
         (fh.on("@z.1.0", fh.Add(torch.ones(WIDTH))), "width of 24, but the tensor @z.1.0 has 8"),
-        (fh.on("@v.1.0", fh.Zero(), at=0), "@v.1.0 is written at all positions"),
+        (fh.on("@v.1.0", fh.Zero(), at=0), "@v.1.0 can only be written at all positions"),
         (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "must keep all tokens"),
         (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "must keep all tokens"),
         (fh.keep("layers.1", slice=(..., -WIDTH - 1)), "does not fit the tensor at 'layers.1'"),

@@ -94,7 +94,7 @@ def test_the_plans_do_something(model: Any) -> None:
 @pytest.mark.parametrize("at", [None, 0])
 def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any, at: Any) -> None:
     plan = fh.Plan(fh.keep("@pattern.1", at=at))
-    refused = r"entry 0 .* @pattern.1: the keys of all requests are in pages.*call of the model"
+    refused = r"entry 0 .* @pattern.1: the keys of all requests share pages.*call of the model"
     with pytest.raises(fh.HookError, match=refused):
         generate_batch(model, [PROMPTS[0]], plans=[plan])
     manager = model.init_continuous_batching(continuous_batching_config=batching(num_blocks=96))

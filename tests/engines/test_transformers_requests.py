@@ -343,7 +343,7 @@ def test_each_input_has_a_plan_or_none(model: Any) -> None:
 def test_an_id_is_of_one_request_with_a_plan_at_a_time(model: Any) -> None:
     with engine(model, new_tokens=50) as attached:
         attached.add_request(PROMPT, "mine", plan=STEERED.plan, eos_token_id=-1)
-        with pytest.raises(HookError, match="'mine' already"):
+        with pytest.raises(HookError, match="already has the id 'mine'"):
             attached.add_request(PROMPT, "mine", plan=STEERED.plan)
         first = attached.get_result(timeout=WAIT)
         attached.add_request(PROMPT, "mine", max_new_tokens=NEW)
@@ -365,7 +365,7 @@ def waiting(model: Any) -> Iterator[Attached]:
 @pytest.mark.parametrize("plan", [None, STEERED.plan], ids=["plain", "planned"])
 def test_the_id_of_a_request_with_a_plan_is_no_other_requests(waiting: Attached, plan: Any) -> None:
     waiting.add_request(PROMPT, "mine", plan=STEERED.plan)
-    with pytest.raises(HookError, match="'mine' already"):
+    with pytest.raises(HookError, match="already has the id 'mine'"):
         waiting.add_request(PROMPT, "mine", plan=plan)
     assert [*waiting._worker.requests] == ["mine"]
     assert waiting.input_queue.qsize() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_the_best_threshold_has_the_best_f1() -> None:
         return 2 * true / (true + false + len(own))
 
     scores = sorted(own + others)
-    limits = [scores[0] - 1, *((a + b) / 2 for a, b in zip(scores, scores[1:], strict=False))]
+    limits = [scores[0] - 1, *((a + b) / 2 for a, b in itertools.pairwise(scores))]
     assert f1(found.best) == max(map(f1, limits))
     assert float(found.f1.max()) == pytest.approx(f1(found.best))
     pairs = [(a > b) + (a == b) / 2 for a in own for b in others]

@@ -52,7 +52,7 @@ def test_a_typed_hook_for_another_phase_is_refused(
     if kind == phase:
         assert register(hooked, phase, hook).phase == phase
         return
-    text = f"{type(hook).__name__} is a hook for phase {kind} and cannot be registered for {phase}"
+    text = f"{type(hook).__name__} only works in {kind}: it cannot be registered for {phase}"
     with pytest.raises(fh.HookTypeError, match=text):
         register(hooked, phase, hook)
     assert hooked.hooks() == []
@@ -163,7 +163,7 @@ def test_a_refused_hook_is_released(hooked: fh.HookedModule[Failing]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrapping_anything_but_a_module_is_refused(wrong: Any, got: str) -> None:
-    with pytest.raises(fh.HookTypeError, match=f"wraps an instance of nn.Module, got {got}$"):
+    with pytest.raises(fh.HookTypeError, match=f"needs an instance of nn.Module, got {got}$"):
         fh.HookedModule(wrong)
 
 

@@ -28,7 +28,9 @@ def test_a_value_does_not_broadcast_to_the_vector(kind: type, shape: tuple[int, 
     with plan.prepare(model := nn.Identity()) as prepared:
         for _ in range(2):
             with (
-                pytest.raises(fh.HookTypeError, match=r"does not broadcast to .*, of \[2, 3, 4\]"),
+                pytest.raises(
+                    fh.HookTypeError, match=r"does not broadcast to .* of shape \[2, 3, 4\]"
+                ),
                 prepared.open(),
             ):
                 model(torch.randn(2, 3, 4))

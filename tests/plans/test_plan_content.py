@@ -168,7 +168,9 @@ def test_the_indices_of_all_entries_are_counted() -> None:
     half = {"type": "keep", "what": "a", "slice": [*range(2**15)]}
     entries = [half, half | {"label": "x"}]
     assert len(fh.Plan.from_json({"version": 1, "entries": entries}).entries) == 2
-    with pytest.raises(ValueError, match=r"entries\[2\].slice: .* more than 65,536: use slices"):
+    with pytest.raises(
+        ValueError, match=r"entries\[2\].slice: .* more than 65,536 indices: use slices"
+    ):
         fh.Plan.from_json({"version": 1, "entries": [*entries, half | {"label": "y"}]})
 
 

@@ -179,7 +179,7 @@ def test_a_hook_that_is_removed_in_the_repeat_is_reported(
         x = X.clone().requires_grad_()
         output = checkpoint(model, x, use_reentrant=reentrant)
         with pytest.raises(
-            fh.HookError, match=r"a hook that ran in it was removed.*: without .*Scale"
+            fh.HookError, match=r"the hook that ran in it was removed.*: without .*Scale"
         ):
             output.sum().backward()
 

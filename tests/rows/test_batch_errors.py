@@ -287,7 +287,7 @@ def test_activations_of_a_failed_request_say_why_they_are_not_there() -> None:
         request = prepared.open()
         with fh.batch({request: [5]}):  # the tensors have one row
             model(torch.ones(1, 2))
-        told = r"'0' never ran .*; the request failed: RowsError: .* shapes \[1, 2\]"
+        told = r"'0' never ran .*; the request failed: RowsError: .* shape \[1, 2\]"
         with pytest.raises(fh.SelectionError, match=told):
             request.acts["0"]
 

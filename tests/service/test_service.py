@@ -151,7 +151,7 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ({"texts": ["x" * 20_001]}, "texts.0: String should have at most 20000 characters"),
         ({"texts": "one"}, "texts: Input should be a valid list"),
         ({"txets": []}, "txets: Extra inputs are not permitted"),
-        ({"plan": 3}, "plan: Value error, a plan is an object, got int"),
+        ({"plan": 3}, "plan: Value error, a plan must be an object, got int"),
         (
             {"plan": {"version": 1, "entries": [{"type": "on", "what": "pooler"}]}},
             "plan: Value error, entries[0]: the key 'hook' is missing",
@@ -178,7 +178,7 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ),
         (
             {"plan": fh.Plan(fh.on("encoder.layer.2", fh.Add(torch.ones(9, 1, 1, 1))))},
-            "its vector of the shape [9, 1, 1, 1] does not broadcast to the module's value, of",
+            "its vector of shape [9, 1, 1, 1] does not broadcast to the module's value of",
         ),
         (
             {"plan": fh.Plan(fh.on("encoder", fh.Zero()))},

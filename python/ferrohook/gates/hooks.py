@@ -64,7 +64,7 @@ class GateReader:
             store_rows(collector, [(0, values)], tokens.positions, tokens.rows, tokens.sequences)
 
 
-class Choice:
+class TokenChoice:
     """Chooses the tokens that a hook changes, by its condition, and its strength there.
 
     Args:
@@ -108,4 +108,4 @@ class Choice:
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(GateReader, "__call__", "native code calls it")
-never_trace(Choice, "__call__", "native code calls it")
+never_trace(TokenChoice, "__call__", "native code calls it")

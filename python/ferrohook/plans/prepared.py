@@ -30,7 +30,7 @@ from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.gates.conditions import Ramp
-from ferrohook.gates.hooks import Choice, GateReader
+from ferrohook.gates.hooks import GateReader, TokenChoice
 from ferrohook.gates.state import GateStates
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
@@ -191,7 +191,7 @@ class Prepared:
         form = functools.partial(
             masked,
             mask=mask,
-            condition=Choice(gates, when, strength) if entry.gates else None,
+            condition=TokenChoice(gates, when, strength) if entry.gates else None,
             strength=None if isinstance(strength, Ramp) else strength,
         )
         with _named(number):

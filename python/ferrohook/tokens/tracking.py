@@ -98,7 +98,7 @@ def masked(
         hook: as `hooks_at` has it.
         mask: index of the positions in the plan or the tracker; None for a strength only.
         tracker: outside of plans.
-        condition: chooses among the tokens at the positions, see `Choice`.
+        condition: chooses among the tokens at the positions, see `TokenChoice`.
         strength: how much of its change is made; None for all of it.
 
     Raises:

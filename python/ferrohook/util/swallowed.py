@@ -20,6 +20,7 @@ _OPTIONS: Final = {
     "fh.run(..., {}=...)": ("hooks", "capture", "plan"),
     "plan=fh.Plan(fh.on(..., {}=...))": (
         *("phase", "prepend", "with_kwargs", "always_call", "priority", "on_error"),
+        *("when", "strength"),
     ),
     "plan=fh.Plan(fh.on(..., {}=...)), or the same with fh.keep": ("at",),
     "plan=fh.Plan(fh.keep(..., {}=...))": (

@@ -93,7 +93,7 @@ def test_wrong_hooks_and_models_are_refused() -> None:
             layers.register_hook("head", wrong)  # type: ignore[arg-type]
     for elsewhere in (double, fh.detectors.CallCounter(), fh.ForwardHook(print)):
         with pytest.raises(
-            fh.HookTypeError, match=r": register it with ferrohook\.register\(model, layer"
+            fh.HookTypeError, match=r"register other hooks with ferrohook\.register\(model, layer"
         ):
             layers.register_hook("head", elsewhere)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match=r"instance of nn\.Module, got the class Model"):
@@ -138,7 +138,7 @@ def test_wrong_results_of_functions_are_refused() -> None:
         raise OSError(x.shape)
 
     for function, error, text in (
-        (lambda x: None, fh.HookTypeError, "function returns a tensor, got NoneType"),
+        (lambda x: None, fh.HookTypeError, "function must return a tensor, got NoneType"),
         (lambda x: x.tolist(), fh.HookTypeError, "got list"),
         (lambda x: x[:1], ValueError, r"\(2, 4\), got \(1, 4\)"),
         (lambda x: x.sum(), ValueError, r"got \(\)"),
@@ -162,7 +162,7 @@ def test_wrong_results_of_functions_are_refused() -> None:
             return "no tensor"
 
     on(module := nn.Identity(), Wrong())
-    with pytest.raises(fi.HookError, match="returns a tensor or None, got str"):
+    with pytest.raises(fi.HookError, match="must return a tensor or None, got str"):
         module(X)
 
 

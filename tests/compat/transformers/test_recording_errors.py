@@ -124,7 +124,7 @@ def test_a_flag_of_a_sub_model_added_later_is_accepted() -> None:
             return {"last_hidden_state": self.layers[0](x)}
 
     model = Passes()
-    with pytest.raises(fh.HookTypeError, match="no 'output_layers'"):
+    with pytest.raises(fh.HookTypeError, match="does not know 'output_layers'"):
         model(X, output_layers=True)
     model.inner = Brings()
     assert len(model(X, output_layers=True)["inner"]["layers"]) == 1
@@ -189,7 +189,7 @@ def test_a_layer_that_cannot_be_instrumented_is_refused() -> None:
 
 
 def test_decorators_and_uninstall_refuse_arguments_of_a_wrong_type() -> None:
-    with pytest.raises(fh.HookTypeError, match="capture_outputs decorates a forward, got"):
+    with pytest.raises(fh.HookTypeError, match="capture_outputs must decorate a forward, got"):
         capture_outputs(3)  # type: ignore[call-overload]
     with pytest.raises(
         fh.HookTypeError, match="merge_with_config_defaults must decorate a forward"

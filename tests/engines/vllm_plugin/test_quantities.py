@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
         (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 acts on each head"),
         (fh.on("@z.1.2", fh.Zero()), "@z.1.2 names no head: @z.1 has heads 0 to 1"),
         (fh.on("@z.1.1", fh.Add(vector)), "has a width of 64, but the tensor @z.1.1 has 32"),
-        (fh.on("@q.1.1", fh.Zero(), at=0), "@q.1.1 is written at all positions"),
+        (fh.on("@q.1.1", fh.Zero(), at=0), "@q.1.1 can only be written at all positions"),
         (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
         (fh.keep(["@z.1", "@z.*"]), None),
         (fh.keep("@z.1", slice=[0]), "slice= of keep|captured whole"),

@@ -59,7 +59,7 @@ impl Hook {
             return Err(hook_type_error(
                 py,
                 format!(
-                    "{} is a hook for phase {only} and cannot be registered for {phase}",
+                    "{} only works in {only}: it cannot be registered for {phase}",
                     type_name(object)
                 ),
             ));
