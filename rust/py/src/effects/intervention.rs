@@ -1,8 +1,8 @@
 //! Interventions: native hooks that change one tensor of a module's input or output.
 
 use std::fmt::Display;
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
@@ -276,7 +276,9 @@ impl<'py> Strength<'_, 'py> {
     ) -> PyResult<Bound<'py, PyAny>> {
         let strength = match self {
             Self::Number(number) => number.clone(),
-            Self::OfTokens(mask, numbers, call) => mask.spread(describe, numbers, x, Some(*call))?,
+            Self::OfTokens(mask, numbers, call) => {
+                mask.spread(describe, numbers, x, Some(*call))?
+            }
         };
         x.add(changed.sub(x)?.mul(strength)?)
     }

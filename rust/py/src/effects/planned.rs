@@ -120,8 +120,7 @@ impl MaskedHook {
         let Some(mask) = tokens.mask.refined(&acts)? else {
             return Ok(None);
         };
-        let of_tokens =
-            |numbers| Strength::OfTokens(tokens.mask, numbers, CallArguments::of(turn));
+        let of_tokens = |numbers| Strength::OfTokens(tokens.mask, numbers, CallArguments::of(turn));
         Ok(Some(Extent {
             mask: Some(Arc::new(mask)),
             strength: strengths.map(of_tokens).or(strength),

@@ -188,7 +188,10 @@ impl Mask {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         let dims = self.dims_of(describe, x, call)?;
-        let bools = self.bools.bind(py).call_method1(intern!(py, "to"), (x.getattr(intern!(py, "device"))?,))?;
+        let bools = self
+            .bools
+            .bind(py)
+            .call_method1(intern!(py, "to"), (x.getattr(intern!(py, "device"))?,))?;
         let numbers = numbers.call_method1(intern!(py, "to"), (x,))?;
         let shape = bools.getattr(intern!(py, "shape"))?;
         let zeros = numbers.call_method1(intern!(py, "new_zeros"), (shape,))?;
@@ -201,7 +204,8 @@ impl Mask {
     pub fn refined(&self, acts: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         let py = acts.py();
         let bools = self.bools.bind(py);
-        let acts = acts.call_method1(intern!(py, "to"), (bools.getattr(intern!(py, "device"))?,))?;
+        let acts =
+            acts.call_method1(intern!(py, "to"), (bools.getattr(intern!(py, "device"))?,))?;
         Self::of_any(&bools.call_method1(intern!(py, "masked_scatter"), (bools, acts))?)
     }
 

@@ -85,9 +85,16 @@ impl TokensAt {
     /// Returns row and position of each, the id of their sequences, and the lengths of the prompts, for
     /// Python.
     pub fn for_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let TokenPositions { rows, values, sequences, .. } = &self.positions;
+        let TokenPositions {
+            rows,
+            values,
+            sequences,
+            ..
+        } = &self.positions;
         let values: Vec<_> = values.iter().map(|it| it.0).collect();
-        let rows = rows.as_deref().map_or_else(|| vec![0; values.len()], <[_]>::to_vec);
+        let rows = rows
+            .as_deref()
+            .map_or_else(|| vec![0; values.len()], <[_]>::to_vec);
         let prompts = self.prompts.as_deref().map(<[_]>::to_vec);
         (rows, values, *sequences, prompts).into_pyobject(py)
     }
@@ -148,14 +155,21 @@ impl TokenTracker {
         let Some(positions) = positions else {
             return Err(hook_error(
                 py,
-                format!("{}: the positions of its tokens are not known", (turn.describe)()),
+                format!(
+                    "{}: the positions of its tokens are not known",
+                    (turn.describe)()
+                ),
             ));
         };
         if positions.values.is_empty() {
             return Ok(None);
         }
         let prompts = Self::prompts(slf)?;
-        Ok(Some(TokensAt { mask, positions, prompts }))
+        Ok(Some(TokensAt {
+            mask,
+            positions,
+            prompts,
+        }))
     }
 
     /// Returns the length of the prompt of each row of the running call; None if they are not known.
