@@ -14,7 +14,7 @@ from torch import Tensor
 import ferrohook as fh
 from examples.service.__main__ import main
 from examples.service.encoder import Embedded, Encoder, Job, as_lists, ignore, reduced, tensor_of
-from ferrohook.plans.entries import KeepEntry
+from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.service import Answer, Batcher
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class LockedEncoder(PlainEncoder):
             for name in self._select(entry.what):
                 if isinstance(entry, KeepEntry):
                     acts[name] = None
-                else:
+                elif isinstance(entry, HookEntry):
                     hooks.append((name, steering(entry.hook)))
         for pattern in job.request.count:
             for name in self._select(pattern):

@@ -546,8 +546,10 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         msg = f"gate {entry.gate.name!r} reads one place, and its `what` selects {listed(places)}"
         raise HookError(msg)
     ((name, place),) = places.items()
-    reading, shape = entry.gate.reading, place.shape or ()
-    if place.head is None and len(shape) == _VECTORS and reading.width not in {None, shape[-1]}:
+    reading, shape = entry.gate.reading, place.shape
+    if place.head is not None or shape is None or len(shape) != _VECTORS:
+        return  # a call shows the width
+    if reading.width not in {None, shape[-1]}:
         msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
         raise HookTypeError(msg)
 
