@@ -72,11 +72,14 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: fh.Probe(torch.ones(2, 3)), ValueError, "must be 0 to 1, got None"),
     (lambda: fh.Probe(torch.ones(2, 3), index=2), ValueError, "must be 0 to 1, got 2"),
     (lambda: fh.Probe(UP, mean=torch.ones(3)), fh.HookTypeError, "one width, got [3, 8]"),
-    (lambda: fh.Probe(torch.ones(2, 3), UP, index=0), fh.HookTypeError, "shape (2,), got (8,)"),
+    (lambda: fh.Probe(torch.ones(2, 3), UP, index=0), fh.HookTypeError, "shape (2,), got torch.float32 of (8,)"),
     (lambda: fh.TokenProbability([]), ValueError, "each once, got []"),
     (lambda: fh.TokenProbability([1, 1]), ValueError, "each once"),
     (lambda: fh.TokenProbability(["a"]), fh.HookTypeError, "a list of ints"),
     (lambda: fh.above("g", float("inf")), ValueError, "threshold must be finite"),
+    (lambda: fh.above("g", 10**400), ValueError, "threshold must be finite"),
+    (lambda: fh.on("x", fh.Zero(), strength=10**400), ValueError, "strength must be finite"),
+    (lambda: fh.Cosine(torch.tensor([float("inf"), 0])), ValueError, "must not have NaN or inf"),
     (lambda: fh.above("g", None), fh.HookTypeError, "threshold must be a number"),
     (lambda: fh.between("g", 2, 1), ValueError, "not be greater than high"),
     (lambda: fh.ramp("g", 1, 1), ValueError, "must differ"),
@@ -414,7 +417,8 @@ BAD_CONDITIONS: list[tuple[Any, str]] = [
     ({"above": ["g"]}, "above"),
     ({"above": ["g", 1, 2, 3]}, "at most 3"),
     ({"above": [1, 1]}, "must be a str"),
-    ({"and": [{"above": ["g", 1]}]}, "two conditions"),
+    ({"and": [{"above": ["g", 1]}]}, "at least two conditions"),
+    ({"or": [{"above": ["g", 1]}] * 2000}, "more than 1024 conditions"),
     ({"not": [{"above": ["g", 1]}]}, "an object with one key"),
     (functools.reduce(lambda it, _: {"not": it}, range(40), {"above": ["g", 1]}), "16 deep"),
 ]
@@ -449,3 +453,141 @@ def test_sites_refuse_gates_by_name() -> None:
                 fh.batch({request: [0]}, positions=torch.arange(1)),
             ):
                 pass
+
+
+# What a review found, one test for each.
+
+
+def test_a_plan_that_reads_nothing_leaves_the_checks_of_others() -> None:
+    late = fh.Plan(
+        fh.gate("late", f"{LAYERS}.1", fh.Dot(UP), over="so_far"),
+        fh.on(f"{LAYERS}.0", fh.Zero(), when=fh.above("late", -1e9)),
+    )
+    nothing = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP), over="so_far", at=slice(100, None)),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0)),
+    )
+    fh.run(model(), IDS, plan=nothing)
+    with pytest.raises(fh.HookError, match="reads later in the forward"):
+        fh.run(model(), IDS, plan=late)
+
+
+def test_texts_that_share_a_row_are_refused() -> None:
+    plan = fh.Plan(GATE, fh.keep("@gate.g"))
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(fh.HookError, match="two tokens at position 0 of one row"):
+        fh.run(model(), IDS, position_ids=packed, plan=plan)
+
+
+@pytest.mark.parametrize("over", ["token", "so_far", fh.window(2)])
+def test_positions_need_not_ascend(over: Any) -> None:
+    net = nn.Sequential(nn.Embedding(8, WIDTH), nn.Identity())
+    plan = fh.Plan(
+        fh.gate("g", "0", fh.Dot(UP), over=over, by="last"),
+        fh.on("1", fh.Zero(), when=fh.above("g", 0.0)),
+        fh.keep("1"),
+    )
+    results = []
+    for order in ([0, 1, 2], [2, 1, 0]):
+        with plan.prepare(net) as prepared:
+            request = prepared.open()
+            with fh.batch({request: [0, 1, 2]}, positions=torch.tensor(order)):
+                net(torch.tensor(order) + 3)
+            results.append(request.acts["1"])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_strength_of_one_is_the_whole_change_in_half_precision(dtype: torch.dtype) -> None:
+    net, value = nn.Sequential(nn.Identity()), torch.linspace(-1, 1, WIDTH)
+    x = (torch.randn(4, WIDTH) * 100).to(dtype)
+    acts = [
+        fh.run(net, x, plan=fh.Plan(fh.on("0", fh.Replace(value), **options), fh.keep("0"))).acts
+        for options in ({}, {"strength": 1.0}, {"strength": 0.0})
+    ]
+    assert torch.equal(acts[0]["0"], acts[1]["0"])
+    assert torch.equal(acts[2]["0"], x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_through_a_strength_survive_a_checkpoint(reentrant: bool) -> None:
+    own = copy.deepcopy(model()).requires_grad_()
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP)),
+        fh.on(f"{LAYERS}.1", fh.Scale(3.0), strength=fh.ramp("g", -3.0, 3.0)),
+    )
+    weight = own.get_submodule(f"{LAYERS}.0.mlp.down_proj").weight
+    gradients = []
+    for repeated in (False, True):
+        own.zero_grad()
+        embedded = own.get_input_embeddings()(IDS).detach().requires_grad_()
+        with plan.open(own):
+
+            def call(inputs: Tensor) -> Tensor:
+                return own.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+
+            output = (
+                checkpoint(call, embedded, use_reentrant=reentrant) if repeated else call(embedded)
+            )
+            output.square().sum().backward()
+        gradients.append(weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_prompt_of_a_further_turn_counts_anew() -> None:
+    gate = fh.gate("g", f"{LAYERS}.0", fh.Dot(UP), at=slice(-4, None), over="prompt", by="min")
+    plan = fh.Plan(gate, fh.keep("@gate.g"))
+    with plan.open(model()) as request:
+        first = model().generate(
+            IDS, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, use_cache=True
+        )
+        text = torch.cat((first.sequences, torch.tensor([[7, 9]])), 1)
+        cache = getattr(first, "cache", None) or first.past_key_values
+        name = "cache" if hasattr(first, "cache") else "past_key_values"
+        model().generate(text, max_new_tokens=2, do_sample=False, **{name: cache})
+        turns = request.acts["@gate.g"][-1]
+    with plan.open(model()) as request:
+        model().generate(text, max_new_tokens=2, do_sample=False)
+        at_once = request.acts["@gate.g"][-1]
+    torch.testing.assert_close(turns, at_once)
+
+
+def test_a_cache_that_is_cut_back_leaves_the_readings_of_others() -> None:
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Norm(), over="so_far"),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0)),
+    )
+    one, other = transformers.DynamicCache(), transformers.DynamicCache()
+    with plan.open(model()):
+        for cache in (one, other):
+            model()(IDS, past_key_values=cache)
+        one.crop(-3)
+        for cache in (one, other):
+            model()(IDS[:, :1], past_key_values=cache)
+
+
+def test_a_gate_reads_ahead_of_later_entries_that_run_first() -> None:
+    later = fh.on(f"{LAYERS}.0", fh.Add(UP, scale=100.0), prepend=True)
+    kept = fh.keep(f"{LAYERS}.0")
+    acts = fh.run(model(), IDS, plan=fh.Plan(GATE, kept, later, fh.keep("@gate.g"))).acts
+    torch.testing.assert_close(acts["@gate.g"], acts[f"{LAYERS}.0"][0, :, 0])
+
+
+def test_two_gates_of_one_name_in_json_are_refused_with_the_entry() -> None:
+    entry = {"type": "gate", "name": "g", "what": "x", "reading": {"type": "Norm"}}
+    with pytest.raises(ValueError, match=r"entries\[1\]: the plan has a gate 'g' already"):
+        fh.Plan.from_json({"version": 1, "entries": [entry, entry]})
+
+
+def test_many_conditions_are_flat() -> None:
+    when = functools.reduce(lambda it, _: it & fh.above("g", 0), range(500), fh.above("g", 0))
+    plan = fh.Plan(GATE, fh.on("x", fh.Zero(), when=when))
+    assert fh.Plan.from_json(plan.to_json()) == plan
+
+
+def test_readings_keep_no_graph_unless_a_strength_follows_them() -> None:
+    own = copy.deepcopy(model()).requires_grad_()
+    with torch.enable_grad(), fh.Plan(GATE, fh.keep("@gate.g")).open(own) as request:
+        own(IDS)
+        (rows,) = request.gates._rows["g"].values()
+    assert not rows[0].readings.requires_grad

@@ -264,9 +264,9 @@ class ByHand:
         if kind == "Not":
             one = self.truth(condition.one, position)
             return None if one is None else not one
-        if kind in {"Both", "Either"}:
-            sides = [self.truth(it, position) for it in (condition.one, condition.other)]
-            settles = kind == "Either"
+        if kind == "Combined":
+            sides = [self.truth(it, position) for it in condition.conditions]
+            settles = not condition.needs_all
             if settles in sides:
                 return settles
             return None if None in sides else not settles

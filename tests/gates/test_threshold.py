@@ -35,19 +35,23 @@ def by_hand(ids: Tensor) -> list[float]:
     return acts[LAYER][:, 1:, 0].amax(1).tolist()
 
 
+def close(found: Tensor, right: list[float]) -> None:
+    torch.testing.assert_close(found, torch.tensor(right).double(), atol=1e-5, rtol=1e-4)
+
+
 def test_the_best_threshold_has_the_best_f1() -> None:
     yes, no = texts(7, 1), texts(9, 2)
     found = fh.analysis.threshold(model(), GATE, yes, no)
     own, others = by_hand(yes), by_hand(no)
-    torch.testing.assert_close(found.yes, torch.tensor(own), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found.no, torch.tensor(others), atol=1e-5, rtol=1e-4)
+    close(found.yes, own)
+    close(found.no, others)
 
     def f1(limit: float) -> float:
         true, false = sum(it > limit for it in own), sum(it > limit for it in others)
         return 2 * true / (true + false + len(own))
 
     scores = sorted(own + others)
-    limits = [scores[0] - 1, *((a + b) / 2 for a, b in itertools.pairwise(scores))]
+    limits = [scores[0] - 1 - abs(scores[0]), *((a + b) / 2 for a, b in itertools.pairwise(scores))]
     assert f1(found.best) == max(map(f1, limits))
     assert float(found.f1.max()) == pytest.approx(f1(found.best))
     pairs = [(a > b) + (a == b) / 2 for a in own for b in others]
@@ -78,9 +82,23 @@ def test_padding_counts_by_the_mask() -> None:
     found = fh.analysis.threshold(
         model(), GATE, {"input_ids": ids, "attention_mask": mask}, texts(2, 4)
     )
-    torch.testing.assert_close(
-        found.yes, torch.tensor([*by_hand(ids[:1]), *by_hand(ids[1:, 3:])]), atol=1e-5, rtol=1e-4
-    )
+    close(found.yes, [*by_hand(ids[:1]), *by_hand(ids[1:, 3:])])
+
+
+def test_a_prompt_s_value_counts_where_the_gate_reads_early_tokens_only() -> None:
+    gate = fh.gate("g", LAYER, fh.Dot(torch.eye(WIDTH)[0]), at=slice(0, 2), over="prompt", by="min")
+    ids = texts(3, 5)
+    found = fh.analysis.threshold(model(), gate, ids, texts(3, 6))
+    with torch.no_grad(), fh.capture(model(), LAYER) as acts:
+        model()(ids)
+    close(found.yes, acts[LAYER][:, :2, 0].amin(1).tolist())
+
+
+def test_a_text_without_a_value_never_fires() -> None:
+    gate = fh.gate("g", LAYER, fh.Dot(torch.eye(WIDTH)[0]), over=fh.window(4))
+    found = fh.analysis.threshold(model(), gate, texts(3, 5), texts(3, 6)[:, :2])
+    assert found.no.tolist() == [-torch.inf] * 3
+    assert found.best < float(found.yes.min())
 
 
 def test_the_table_marks_the_threshold() -> None:
@@ -101,8 +119,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"gate": fh.gate("g", LAYER, fh.Norm(), over=fh.window(9))},
         fh.HookError,
-        "gate 'g' has no value in text 0 of yes",
+        "gate 'g' has no value in any text",
     ),
+    ({"gate": fh.gate("g", LAYER, fh.Norm(), lag=1)}, ValueError, "at generated tokens only"),
     ({"gate": fh.gate("g", "missing", fh.Norm())}, fh.SelectionError, "missing"),
 ]
 

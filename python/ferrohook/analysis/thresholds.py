@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ferrohook.analysis.calls import ModelCall
 from ferrohook.errors import HookError
+from ferrohook.gates.aggregation import Window, aggregated
 from ferrohook.plans import Plan, keep
 from ferrohook.plans.entries import GateEntry
 from ferrohook.util.arguments import expect, expect_module
@@ -23,7 +25,7 @@ _MOST_LINES: Final = 20
 """Printed lines of a table."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ThresholdTable(Printed):
     """How well a gate tells texts apart at each threshold; see `threshold`.
 
@@ -33,7 +35,7 @@ class ThresholdTable(Printed):
     best: float
     """The chosen threshold, for `above`."""
     thresholds: Tensor
-    """All thresholds that differ in their result, ascending; float32, (thresholds,)."""
+    """All thresholds that differ in their result, ascending; float64, (thresholds,)."""
     hits: Tensor
     """Share of the texts of `yes` above each threshold: the true positive rate, or recall."""
     false_alarms: Tensor
@@ -41,9 +43,9 @@ class ThresholdTable(Printed):
     f1: Tensor
     """F1 score at each threshold: harmonic mean of precision and recall."""
     yes: Tensor
-    """Score of each text that should be above: float32, (texts,)."""
+    """Score of each text that should be above, -inf without one: float64, (texts,)."""
     no: Tensor
-    """Score of each text that should not: float32, (texts,)."""
+    """Score of each text that should not: float64, (texts,)."""
 
     @property
     def area(self) -> float:
@@ -106,8 +108,8 @@ def threshold(
 
     Raises:
         HookTypeError: an argument has the wrong type.
-        HookError: the gate has no value in a text, or does not fit the model.
-        ValueError: `false_alarms` is not from 0 to 1.
+        HookError: the gate has no value in any text, or does not fit the model.
+        ValueError: `false_alarms` is not from 0 to 1, or the gate has a `lag`.
 
     Examples:
         >>> found = fh.analysis.threshold(model, gate, sad_texts, other_texts)
@@ -115,6 +117,9 @@ def threshold(
     """
     expect_module(model, "threshold takes")
     expect(gate, GateEntry, "gate must be the result of fh.gate")
+    if gate.gate.lag:
+        msg = "a gate with lag= has values at generated tokens only, and these texts have none"
+        raise ValueError(msg)
     if false_alarms is not None:
         expect(false_alarms, int | float, "false_alarms must be a number")
         if not 0 <= false_alarms <= 1:
@@ -122,10 +127,14 @@ def threshold(
             raise ValueError(msg)
     scores = {name: _scores(model, gate, it, name) for name, it in (("yes", yes), ("no", no))}
     own, others = scores["yes"], scores["no"]
-    found = torch.cat((own, others)).unique()  # ascending
-    between = (found[1:] + found[:-1]) / 2
+    scored = torch.cat((own, others))
+    found = scored[scored.isfinite()].unique()  # ascending
+    if not len(found):
+        msg = f"gate {gate.gate.name!r} has no value in any text"
+        raise HookError(msg)
+    between = found[1:] / 2 + found[:-1] / 2
     # Below all scores everything fires, from the highest on nothing does.
-    limits = torch.cat((found[:1] - 1, between, found[-1:]))
+    limits = torch.cat((found[:1] - 1 - found[:1].abs(), between, found[-1:]))
     hits = (own[:, None] > limits).double().mean(0)
     alarms = (others[:, None] > limits).double().mean(0)
     true, false = hits * len(own), alarms * len(others)
@@ -137,18 +146,22 @@ def threshold(
 
 
 @torch.no_grad()
-def _scores(model: nn.Module, gate: GateEntry, inputs: Any, name: str) -> Tensor:
-    """Returns the largest value of the gate in each text."""
-    values = f"@gate.{gate.gate.name}"
+def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tensor:
+    """Returns the largest value of the gate in each text; -inf where it has none."""
+    gate = entry.gate
+    readings, values = dataclasses.replace(gate, over="token"), f"@gate.{gate.name}"
+    plan = Plan(dataclasses.replace(entry, gate=readings), keep(values))
+    least = gate.over.size if isinstance(gate.over, Window) else 1
     found: list[float] = []
-    with Plan(gate, keep(values)).prepare(model) as prepared:
+    with plan.prepare(model) as prepared:
         for call in ModelCall.of(inputs, name).batches(1):
             with prepared.open() as request:
                 call.run(model)
-            own = request.acts[values] if values in request.acts else torch.empty(0)
-            known = own[~own.isnan()]
-            if not len(known):
-                msg = f"gate {gate.gate.name!r} has no value in text {len(found)} of {name}"
-                raise HookError(msg)
-            found.append(float(known.max()))
-    return torch.tensor(found)
+            read = request.acts[values] if values in request.acts else torch.empty(0)
+            # The value over a prompt is known once, at its end.
+            counts = [len(read)] if gate.over == "prompt" else [*range(least, len(read) + 1)]
+            if len(read) < least:
+                found.append(-math.inf)
+                continue
+            found.append(float(aggregated(gate.over, gate.by, read, counts)[0].max()))
+    return torch.tensor(found, dtype=torch.float64)

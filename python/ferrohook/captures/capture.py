@@ -85,7 +85,7 @@ class CaptureSession:
         track(attachment, stacks, self._stacks, scope=frame, tracker=tracker)
         return cache_of([(self._recorders, self._recorders.collector)], self.model)
 
-    def _take_back(self, tokens: int) -> None:
+    def _take_back(self, tokens: int, _sequences: int) -> None:
         """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
         encoders = encoders_in(self.model)
         places = enumerate(self._places.values())

@@ -1,1 +1,1 @@
-"""Gates: hooks of a plan that depend on what the model computes at a token."""
+"""Gates: hooks of a plan that depend on the model's own values at a token."""

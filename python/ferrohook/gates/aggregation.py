@@ -90,30 +90,34 @@ def check_over(over: Any, by: Any) -> None:
         raise ValueError(msg)
 
 
-def aggregated(over: Over, by: By, readings: Tensor, counts: list[int]) -> Tensor:
-    """Returns values of a gate.
+def aggregated(
+    over: Over, by: By, readings: Tensor, counts: list[int], averages: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns values of a gate, and the moving averages of an `Ema` for the next call.
 
     Args:
         over: see `Over`.
         by: see `By`.
         readings: in order of position: float32, (readings,).
         counts: for each value the number of readings up to its token: at least 1, and the size of a
-            window. With "prompt", the readings are those of the prompt.
+            window. With "prompt", the readings of the prompt only.
+        averages: moving averages after the first readings, as an earlier call returned them.
 
     Returns:
-        float32, (values,).
+        the values, float32, (values,), and the averages.
     """
     last = torch.tensor(counts, device=readings.device) - 1
     # The repeat of a checkpointed forward finds readings of later tokens too.
     readings = readings[: max(counts)]
     if isinstance(over, Ema):
-        return _moving(over.decay, readings)[last]
+        averages = _moving(over.decay, readings, averages)
+        return averages[last], averages
     if over == "token" or by == "last":
-        return readings[last]
+        return readings[last], None
     if isinstance(over, Window):
         windows = readings.unfold(0, over.size, 1)
-        return _reduced(by, windows)[last - (over.size - 1)]
-    return _cumulative(by, readings)[last]
+        return _reduced(by, windows)[last - (over.size - 1)], None
+    return _cumulative(by, readings)[last], None
 
 
 def _reduced(by: By, windows: Tensor) -> Tensor:
@@ -133,9 +137,10 @@ def _cumulative(by: By, readings: Tensor) -> Tensor:
     return (readings.to(torch.float64).cumsum(0) / count).to(readings.dtype)
 
 
-def _moving(decay: float, readings: Tensor) -> Tensor:
-    """Returns the moving average after each reading."""
-    averages = [readings[0]]
-    for reading in readings[1:].unbind():
+def _moving(decay: float, readings: Tensor, known: Tensor | None) -> Tensor:
+    """Returns the moving average after each reading; `known`: after the first of them."""
+    known = readings[:1] if known is None else known
+    averages = [known[-1]]
+    for reading in readings[len(known) :].unbind():
         averages.append(decay * averages[-1] + (1 - decay) * reading)
-    return torch.stack(averages)
+    return torch.cat((known, torch.stack(averages[1:]))) if averages[1:] else known

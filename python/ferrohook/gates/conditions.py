@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
 from ferrohook.errors import HookTypeError
-from ferrohook.util.arguments import check_encodes, expect
+from ferrohook.util.arguments import check_encodes, expect, finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,10 +56,14 @@ class Condition:
         raise NotImplementedError
 
     def __and__(self, other: Condition) -> Condition:
-        return Both(self, other) if isinstance(other, Condition) else NotImplemented
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return Combined.of(self, other, needs_all=True)
 
     def __or__(self, other: Condition) -> Condition:
-        return Either(self, other) if isinstance(other, Condition) else NotImplemented
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return Combined.of(self, other, needs_all=False)
 
     def __invert__(self) -> Condition:
         return Not(self)
@@ -112,41 +116,36 @@ class Comparison(Condition):
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Condition):
-    """Two conditions that must both be true."""
+class Combined(Condition):
+    """Conditions all of which must be true, or one of which must be."""
 
-    one: Condition
-    other: Condition
+    conditions: tuple[Condition, ...]
+    needs_all: bool
 
-    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
-        one, other = self.one.at(values_of), self.other.at(values_of)
-        return Truth(one.true & other.true, one.false | other.false)
-
-    def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
-        yield from self.one.gates()
-        yield from self.other.gates()
-
-    def __repr__(self) -> str:
-        return f"({self.one!r} & {self.other!r})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Either(Condition):
-    """Two conditions one of which must be true."""
-
-    one: Condition
-    other: Condition
+    @classmethod
+    def of(cls, *conditions: Condition, needs_all: bool) -> Combined:
+        """Combines conditions, without nesting conditions of one kind."""
+        flat: list[Condition] = []
+        for each in conditions:
+            alike = isinstance(each, Combined) and each.needs_all == needs_all
+            flat += each.conditions if alike else (each,)  # type: ignore[attr-defined]  # alike
+        return cls(tuple(flat), needs_all)
 
     def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
-        one, other = self.one.at(values_of), self.other.at(values_of)
-        return Truth(one.true | other.true, one.false & other.false)
+        found = [each.at(values_of) for each in self.conditions]
+        true, false = ([each[side] for each in found] for side in (0, 1))
+        both, either = torch.logical_and, torch.logical_or
+        if not self.needs_all:
+            both, either = either, both
+        return Truth(functools.reduce(both, true), functools.reduce(either, false))
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
-        yield from self.one.gates()
-        yield from self.other.gates()
+        for each in self.conditions:
+            yield from each.gates()
 
     def __repr__(self) -> str:
-        return f"({self.one!r} | {self.other!r})"
+        sign = " & " if self.needs_all else " | "
+        return f"({sign.join(map(repr, self.conditions))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +243,7 @@ def ramp(gate: str, start: float, end: float) -> Ramp:
         HookTypeError: an argument has the wrong type.
         ValueError: a bound is not finite, the name is empty, or the bounds are equal.
     """
-    start, end = _number(start, "start of ramp"), _number(end, "end of ramp")
+    start, end = finite(start, "start of ramp"), finite(end, "end of ramp")
     if start == end:
         msg = f"start and end of ramp must differ, got {start} twice"
         raise ValueError(msg)
@@ -267,27 +266,20 @@ def check_name(name: Any) -> str:
 
 
 def _bound(bound: Any) -> float | str:
-    return check_name(bound) if isinstance(bound, str) else _number(bound, "a threshold")
+    return check_name(bound) if isinstance(bound, str) else finite(bound, "a threshold")
 
 
-def _number(value: Any, name: str) -> float:
-    expect(value, int | float, f"{name} must be a number")
-    if not math.isfinite(value):
-        msg = f"{name} must be finite, got {value}"
-        raise ValueError(msg)
-    return float(value)
-
-
-def check_strength(strength: Any) -> None:
-    """Validates the strength of an entry.
+def strength_of(strength: Any) -> float | Ramp:
+    """Validates and returns the strength of an entry.
 
     Raises:
         HookTypeError: it is neither a number nor a ramp.
         ValueError: the number is not finite.
     """
-    if not isinstance(strength, Ramp):
-        expect(strength, int | float, "strength must be a number or the result of ramp")
-        _number(strength, "strength")
+    if isinstance(strength, Ramp):
+        return strength
+    expect(strength, int | float, "strength must be a number or the result of ramp")
+    return finite(strength, "strength")
 
 
 def check_condition(when: Any) -> None:

@@ -1,4 +1,4 @@
-"""A gate: a number read from each token, by which hooks of a plan act."""
+"""A gate: a number read from each token, on which hooks of a plan depend."""
 
 from __future__ import annotations
 

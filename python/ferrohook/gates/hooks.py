@@ -38,10 +38,11 @@ class GateReader:
     Args:
         gate: the gate.
         place: where it reads.
+        followed: a strength follows it, so gradients go through its values.
     """
 
-    def __init__(self, gate: Gate, place: Place) -> None:
-        self._gate = gate
+    def __init__(self, gate: Gate, place: Place, *, followed: bool = False) -> None:
+        self._gate, self._followed = gate, followed
         self._head, self._multiplier = place.head, place.multiplier
         self.kept: list[int] = []
         """Captures of its values, by their indices in the plan."""
@@ -54,7 +55,8 @@ class GateReader:
             vectors = vectors * self._multiplier
         if self._head is not None:
             vectors = self._head.of(vectors)
-        request.gates.add(self._gate, tokens, self._gate.reading(vectors))
+        readings = self._gate.reading(vectors)
+        request.gates.add(self._gate, tokens, readings if self._followed else readings.detach())
         if not self.kept:
             return
         values, known = request.gates.values(self._gate, tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from ferrohook.errors import HookTypeError
-from ferrohook.util.arguments import expect
+from ferrohook.util.arguments import expect, finite
 from ferrohook.util.tensors import content_of
 
 if TYPE_CHECKING:
@@ -89,6 +88,9 @@ class Reading:
                 f"{value.dtype} of the shape {tuple(value.shape)}"
             )
             raise HookTypeError(msg)
+        if not bool(value.isfinite().all()):
+            msg = f"{name} of {type(self).__name__} must not have NaN or infinities"
+            raise ValueError(msg)
         self._keep(name, value)
 
     def _keep(self, name: str, value: Tensor) -> None:
@@ -99,12 +101,8 @@ class Reading:
 
     def _number(self, name: str) -> None:
         """Validates a field that is a finite number."""
-        value = getattr(self, name)
-        expect(value, int | float, f"{name} of {type(self).__name__} must be a number")
-        if not math.isfinite(value):
-            msg = f"{name} of {type(self).__name__} must be finite, got {value}"
-            raise ValueError(msg)
-        object.__setattr__(self, name, float(value))
+        number = finite(getattr(self, name), f"{name} of {type(self).__name__}")
+        object.__setattr__(self, name, number)
 
 
 def _shown(value: Any) -> str:
@@ -251,8 +249,11 @@ class Probe(Reading):
             self._number("bias")
             return
         shape = self.weights.shape[:-1]
-        if self.bias.shape not in {shape, shape or (1,)}:
-            msg = f"bias of Probe must have the shape {tuple(shape)}, got {tuple(self.bias.shape)}"
+        if self.bias.shape not in {shape, shape or (1,)} or not self.bias.is_floating_point():
+            msg = (
+                f"bias of Probe must be of floating point and have the shape {tuple(shape)}, got "
+                f"{self.bias.dtype} of {tuple(self.bias.shape)}"
+            )
             raise HookTypeError(msg)
         self._keep("bias", self.bias.reshape(shape))
 
@@ -263,7 +264,8 @@ class Probe(Reading):
         weights = _in(vectors, self.weights)
         if self.index is None:
             return ((z * weights).sum(-1) + bias).sigmoid()
-        logits = (z[:, None] * weights).sum(-1) + bias
+        with torch.autocast(z.device.type, enabled=False):
+            logits = z @ weights.T + bias
         return logits.softmax(-1)[:, self.index]
 
 

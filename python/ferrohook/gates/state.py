@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ferrohook._core import places_at
+from ferrohook._core import needs_prompt, places_at
 from ferrohook.errors import HookError
-from ferrohook.gates.aggregation import Window, aggregated
+from ferrohook.gates.aggregation import Ema, Window, aggregated
 from ferrohook.gates.conditions import Values
 from ferrohook.tokens.positions import EVERYWHERE, native_at
 
@@ -49,36 +49,61 @@ class _Row:
     def __init__(self) -> None:
         self.positions: list[int] = []
         """Ascending."""
-        self.readings: Tensor | None = None
-        """One for each position."""
+        self.readings: Tensor = torch.zeros(0)
+        """One for each position: float32, (positions,)."""
+        self.averages: Tensor | None = None
+        """Moving averages after the first readings, of a gate over these."""
         self.complete = 0
         """Tokens before this position that the gate counts are known to have been read."""
+        self.prompt: int | None = None
+        """Length of the prompt with which that was found."""
 
     def add(self, positions: list[int], readings: Tensor) -> None:
-        """Stores readings. Of a token that runs again, the first one counts."""
-        known = {*self.positions} if self.positions and positions[0] <= self.positions[-1] else {}
-        new = [place for place, each in enumerate(positions) if each not in known]
-        if len(new) < len(positions):
+        """Stores readings; `positions`: ascending. A token that runs again keeps its first one."""
+        if self.positions and positions[0] <= self.positions[-1]:
+            places = {each: place for place, each in enumerate(self.positions)}
+            again = [place for place, each in enumerate(positions) if each in places]
+            if again and readings.requires_grad and not self.readings.requires_grad:
+                # The repeat of a checkpointed forward that recorded no graph.
+                at = torch.tensor([places[positions[it]] for it in again], device=readings.device)
+                first = self.readings[at]
+                recorded = readings[again] + (first - readings[again]).detach()
+                self.readings = self.readings.index_copy(0, at, recorded)
+                self.averages = None
+            new = [place for place, each in enumerate(positions) if each not in places]
             if not new:
                 return
             positions, readings = [positions[it] for it in new], readings[new]
-        if self.readings is None:
-            self.readings, self.positions = readings, positions
-            return
-        joined = torch.cat((self.readings.to(readings.device), readings))
         together = self.positions + positions
-        if positions[0] < self.positions[-1]:
+        joined = torch.cat((self.readings.to(readings.device), readings))
+        if self.positions and positions[0] < self.positions[-1]:
             order = sorted(range(len(together)), key=together.__getitem__)
             together, joined = [together[it] for it in order], joined[order]
-        # In this order, for readers without a lock of other sequences' rows.
+            self.averages = None
         self.readings, self.positions = joined, together
 
     def take_back(self, position: int) -> None:
         """Drops the readings from a position on."""
         end = bisect_left(self.positions, position)
-        if self.readings is not None and end < len(self.positions):
+        if end < len(self.positions):
             self.readings, self.positions = self.readings[:end].clone(), self.positions[:end]
+            self.averages = None if self.averages is None else self.averages[:end].clone()
         self.complete = min(self.complete, position)
+
+    def counted(self, gate: Gate, prompt: int | None) -> tuple[list[int], Tensor]:
+        """Returns the positions that a gate counts, with their readings.
+
+        They differ from the stored ones after a further turn, whose prompt is another.
+        """
+        if self.prompt not in {None, prompt}:
+            self.complete, self.averages = 0, None
+        self.prompt = prompt
+        if gate.at is None or not needs_prompt(native_at(gate.at)):
+            return self.positions, self.readings
+        places = places_at(native_at(gate.at), self.positions, prompt)
+        if len(places) == len(self.positions):
+            return self.positions, self.readings
+        return [self.positions[it] for it in places], self.readings[places]
 
 
 class GateStates:
@@ -103,7 +128,7 @@ class GateStates:
         """Stores readings of the tokens of a call.
 
         Raises:
-            HookError: one is NaN.
+            HookError: one is NaN, or a position stands twice in a row of the call.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):  # a later call may record a graph
@@ -114,14 +139,22 @@ class GateStates:
             raise HookError(msg)
         rows = self._sequences(gate.name, tokens.sequences)
         for row, places in _by_row(tokens.rows):
-            positions = [tokens.positions[place] for place in places]
-            rows.setdefault(row, _Row()).add(positions, readings[places[0] : places[-1] + 1])
+            order = sorted(places, key=tokens.positions.__getitem__)
+            positions = [tokens.positions[place] for place in order]
+            if twice := [one for one, next_ in pairwise(positions) if one == next_]:
+                msg = (
+                    f"gate {gate.name!r} reads two tokens at position {twice[0]} of one row: texts "
+                    "that share a row cannot be told apart, give each a row"
+                )
+                raise HookError(msg)
+            own = readings[order] if order != places else readings[places[0] : places[-1] + 1]
+            rows.setdefault(row, _Row()).add(positions, own)
 
-    def take_back(self, position: int) -> None:
-        """Drops the readings from a position on: of drafts that were rejected."""
+    def take_back(self, position: int, sequences: int) -> None:
+        """Drops the readings of some sequences from a position on: of drafts that were rejected."""
         with self._lock:
-            sequences = [it for gate in self._rows.values() for it in gate.values()]
-        for rows in sequences:
+            found = [of_gate.get(sequences, {}) for of_gate in self._rows.values()]
+        for rows in found:
             for row in [*rows.values()]:
                 row.take_back(position)
 
@@ -137,20 +170,22 @@ class GateStates:
         values: list[Tensor] = []
         for row, places in _by_row(tokens.rows):
             positions = [tokens.positions[place] for place in places]
-            found, counts = _counts(gate, rows.get(row, _EMPTY), positions, tokens.prompt(row))
+            state = rows.get(row) or _Row()
+            readings, counts = _counts(gate, state, positions, tokens.prompt(row))
             known += [count is not None for count in counts]
             if wanted := [count for count in counts if count is not None]:
-                values.append(aggregated(gate.over, gate.by, found, wanted))
+                averages = state.averages if isinstance(gate.over, Ema) else None
+                found, averages = aggregated(gate.over, gate.by, readings, wanted, averages)
+                state.averages = averages
+                values.append(found)
         if not values:
             return Values(torch.zeros(len(known)), torch.tensor(known))
         mask = torch.tensor(known, device=values[0].device)
         together = values[0] if len(values) == 1 else torch.cat(values)
         if not all(known):
             together = together.new_zeros(len(known)).masked_scatter(mask, together)
-        return Values(together, mask)
-
-
-_EMPTY: Final = _Row()
+        # Infinite readings may add up to NaN.
+        return Values(together, mask & ~together.isnan())
 
 
 def _by_row(rows: list[int]) -> list[tuple[int, list[int]]]:
@@ -178,32 +213,28 @@ def _counts(
         what = "lag=" if gate.lag else "over='prompt'"
         msg = (
             f"gate {gate.name!r} needs the length of the prompt for {what}, and this call does not "
-            "tell it: give it by prepared.open(prompt=...)"
+            "show it: pass it with prepared.open(prompt=...)"
         )
         raise HookError(msg)
-    readings = torch.zeros(0) if row.readings is None else row.readings
+    read, readings = row.counted(gate, prompt)
+    length = prompt or 0
     if gate.over == "prompt":
-        length = prompt or 0
-        asked = any(it >= length - 1 for it in positions)
-        if asked:
-            _check_read(gate, row, [length - 1], prompt)
-        count = bisect_left(row.positions, length)
-        return readings, [(count or None) if it >= length - 1 else None for it in positions]
-    at = [it - gate.lag if not gate.lag or it >= (prompt or 0) else None for it in positions]
-    own = [it for it in at if it is not None]
-    if own:
-        _check_read(gate, row, own, prompt)
+        at = [length - 1 if it >= length - 1 else None for it in positions]
+    else:
+        at = [it - gate.lag if not gate.lag or it >= length else None for it in positions]
+    if wanted := [it for it in at if it is not None]:
+        _check_read(gate, row, wanted, prompt, min(positions))
     counts: list[int | None] = []
     least = gate.over.size if isinstance(gate.over, Window) else 1
     for each in at:
-        count = 0 if each is None else bisect_right(row.positions, each)
-        if gate.over == "token" and count and row.positions[count - 1] != each:
+        count = 0 if each is None else bisect_right(read, each)
+        if gate.over == "token" and count and read[count - 1] != each:
             count = 0  # a token that the gate does not count
         counts.append(count if count >= least else None)
     return readings, counts
 
 
-def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None) -> None:
+def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None, start: int) -> None:
     """Validates that a gate has read the tokens that its values depend on.
 
     Args:
@@ -211,12 +242,13 @@ def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None) ->
         row: readings of their sequence.
         wanted: positions of the tokens whose values are wanted.
         prompt: length of the prompt.
+        start: first position of the running call.
 
     Raises:
         HookError: it has not.
     """
     first, end = min(wanted), max(wanted) + 1
-    asked = sorted(wanted) if gate.over == "token" else [*range(row.complete, end)]
+    asked = sorted({*wanted}) if gate.over == "token" else [*range(row.complete, end)]
     if not asked:
         return
     at = native_at(EVERYWHERE if gate.at is None else gate.at)
@@ -232,15 +264,17 @@ def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None) ->
         if not missing:
             return
     where = f"position {missing[0]}" if len(missing) == 1 else f"positions from {missing[0]} on"
-    if missing[0] >= first:
+    if missing[0] >= start:
         msg = (
             f"gate {gate.name!r} has not read the token at {where} yet, as it reads later in the "
-            "forward than the hook that depends on it: let it read at an earlier place, or give it "
-            "lag=1, for generated tokens that run one by one"
+            "forward than the hook that depends on it: let it read at an earlier place"
         )
+        if gate.over != "prompt" and not gate.lag:
+            msg += ", or give it lag=1, for generated tokens that run one by one"
     else:
         msg = (
             f"gate {gate.name!r} did not read the tokens at {where}: they ran before this request, "
-            "or without the module that it reads. Run the whole sequence in the request"
+            "without the module that it reads, or more than "
+            f"{_MOST_SEQUENCES} other sequences ago. Run the whole sequence in the request"
         )
     raise HookError(msg)

@@ -19,7 +19,7 @@ from ferrohook.gates.conditions import (
     Ramp,
     check_condition,
     check_name,
-    check_strength,
+    strength_of,
 )
 from ferrohook.gates.gate import Gate
 from ferrohook.gates.readings import Reading
@@ -245,7 +245,7 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
 
     Other entries of the plan take it by its name: `on(..., when=above(name, 0.3))`,
     `on(..., strength=ramp(name, 0.1, 0.5))`, `keep("@gate.name")`. A gate without such entries may
-    be captured only. It changes nothing itself, and reads what the entries before it left.
+    be captured only. It changes nothing itself, and reads the value after the entries before it.
 
     Its value at a token is made of readings up to that token, each of which is stored with the
     token's position: a token that runs again has the reading of its first run.
@@ -343,9 +343,10 @@ def on(  # noqa: PLR0913 (the options of `register`)
     if when is not None:
         check_condition(when)
     if strength is not None:
-        check_strength(strength)
-    if not (at is None and when is None and strength is None):
-        check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
+        strength = strength_of(strength)
+    given = {"at": at, "when": when, "strength": strength}
+    if (option := next((name for name, it in given.items() if it is not None), None)) is not None:
+        check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call, option=option)
     options |= {"when": when, "strength": strength}
     chosen = {name: it for name, it in options.items() if it != _DEFAULTS[name]}
     return HookEntry(what, hook, at, phase, chosen)

@@ -136,8 +136,12 @@ class Prepared:
         guarded = {"": model} | parts
         guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
         self._contents.guard = guards[""]
+        strengths = [entry.options.get("strength") for entry in self.entries]
+        followed = {each.gate for each in strengths if isinstance(each, Ramp)}
         self._contents.gates = {
-            entry.gate.name: GateReader(entry.gate, *places.values())
+            entry.gate.name: GateReader(
+                entry.gate, *places.values(), followed=entry.gate.name in followed
+            )
             for entry, places in zip(self.entries, found, strict=True)
             if isinstance(entry, GateEntry)
         }
@@ -145,7 +149,7 @@ class Prepared:
             if isinstance(entry, HookEntry):
                 self._register(number, entry, places, attachment, gates)
             elif isinstance(entry, GateEntry):
-                self._read(number, entry, places, attachment)
+                self._read(number, entry, found, attachment)
             else:
                 self._capture(model, number, entry, found)
         if ats := self._contents.ats:
@@ -234,23 +238,33 @@ class Prepared:
                 places,
                 options_of(**entry.options),
                 self._frame,
-                priority_of=functools.partial(_priority_of_keep, self.entries, found, number),
+                priority_of=functools.partial(_priority_of_reader, self.entries, found, number),
                 place=CapturePlace(len(captures), mask),
             )
         )
 
     def _read(
-        self, number: int, entry: GateEntry, places: dict[str, Place], attachment: Attachment
+        self,
+        number: int,
+        entry: GateEntry,
+        found: list[dict[str, Place]],
+        attachment: Attachment,
     ) -> None:
-        """Registers the hook of a gate."""
-        (place,) = places.values()
+        """Registers the hook of a gate, which reads the value that the entries before it left."""
+        ((name, place),) = found[number].items()
         mask = cast("int", self._mask(entry))
         hook = GateHook(self._contents.gates[entry.gate.name], place.part, mask)
         phase: Phase = "forward_pre" if place.inputs else "forward"
-        handles = attachment.register(
-            [place.module], phase, hook, scope=self._frame, names=[place.path], entry=number
+        (handle,) = attachment.register(
+            [place.module],
+            phase,
+            hook,
+            scope=self._frame,
+            names=[place.path],
+            entry=number,
+            priority=_priority_of_reader(self.entries, found, number, place),
         )
-        self._contents.handles += zip(places, handles, strict=True)
+        self._contents.handles.append((name, handle))
 
     def _mask(self, entry: Entry) -> int | None:
         """Returns the index of an entry's positions in the plan; None if it needs none."""
@@ -439,10 +453,15 @@ class Request(RequestBase, Scope):
             finish(collector)
         return collector
 
-    def accept(self, tokens: int) -> None:
-        """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
+    def accept(self, tokens: int, sequences: int) -> None:
+        """Takes back what rejected drafts left in captures and gates.
+
+        Args:
+            tokens: number of the accepted tokens.
+            sequences: id of their sequences.
+        """
         if self._plan.gates:
-            self.gates.take_back(tokens)
+            self.gates.take_back(tokens, sequences)
         model = self.model
         encoders = () if model is None else encoders_in(model)
         numbers = [n for n, entry in enumerate(self.entries) if isinstance(entry, KeepEntry)]
@@ -569,13 +588,13 @@ def _gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
     return gates
 
 
-def _priority_of_keep(
+def _priority_of_reader(
     entries: tuple[Entry, ...],
     found: list[dict[str, Place]],
     number: int,
     kept: Place,
 ) -> int:
-    """Returns a priority with which a capture of a place sees only the entries before it.
+    """Returns a priority with which a capture or a gate sees only the entries before it.
 
     Raises:
         HookError: entries after it run before one ahead of it, by their priorities.
@@ -594,7 +613,7 @@ def _priority_of_keep(
     if ahead and max(ahead) > first:
         name = next(name for name, each in found[number].items() if each is kept)
         msg = (
-            f"entry {number} of the plan keeps {name!r} between entries that run in reverse order "
+            f"entry {number} of the plan reads {name!r} between entries that run in reverse order "
             "because of priority= or prepend=: let them run in the order of the plan"
         )
         raise HookError(msg)

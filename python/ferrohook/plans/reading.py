@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ferrohook.effects.interventions import KINDS
 from ferrohook.gates.aggregation import ema, window
-from ferrohook.gates.conditions import Condition, above, below, between, ramp
+from ferrohook.gates.conditions import Combined, Condition, above, below, between, ramp
 from ferrohook.gates.readings import READINGS
 from ferrohook.plans.entries import Entry, KeepOptions, gate, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
@@ -45,6 +45,8 @@ _MOST_INDICES: Final = 2**16
 """Members of the lists in `slice=` of all entries, at most."""
 _DEEPEST_CONDITION: Final = 16
 """Conditions within conditions, at most."""
+_MOST_CONDITIONS: Final = 1024
+"""Conditions of all entries, at most."""
 _MOST_ARGUMENTS: Final = 3
 _MOST_IDS: Final = 1024
 """Token ids of a reading, at most."""
@@ -178,6 +180,8 @@ class _Reader:
         self._bytes = 0
         self._selectors = 0
         self._indices = 0
+        self._conditions = 0
+        self._gates: set[str] = set()
 
     def entry(self, value: Any, path: str) -> Entry:
         kind = _type(value, path, _ENTRIES)
@@ -189,9 +193,19 @@ class _Reader:
             own["hook"] = self._hook(fields["hook"], f"{path}.hook")
         if kind == "gate":
             own["reading"] = self._reading(fields["reading"], f"{path}.reading")
+            name = _text(fields["name"], f"{path}.name")
+            if name in self._gates:
+                msg = f"{path}: the plan has a gate {_short(name)} already"
+                raise ValueError(msg)
+            self._gates.add(name)
         for name in fields.keys() - {"type", "what", "hook", "reading"}:
             it, place = fields[name], f"{path}.{name}"
-            own[name] = self._index(it, place) if name == "slice" else _read_option(name, it, place)
+            if name == "slice":
+                own[name] = self._index(it, place)
+            elif name == "when" and it is not None:
+                own[name] = self._condition(it, place)
+            else:
+                own[name] = _read_option(name, it, place)
         with _named(path):
             return _MAKERS[kind](**own)
 
@@ -209,6 +223,34 @@ class _Reader:
                 fields[name] = _plain(it, f"{path}.{name}")
         with _named(path):
             return cls(**fields)
+
+    def _condition(self, value: Any, path: str, depth: int = 0) -> Condition:
+        """Reads a condition on gates."""
+        kinds = {*_COMPARISONS, *_COMBINED, "not"}
+        kind = next(iter(value), None) if isinstance(value, Mapping) and len(value) == 1 else None
+        if kind not in kinds or depth > _DEEPEST_CONDITION:
+            msg = (
+                f"{path}: expected an object with one key of {', '.join(sorted(kinds))}, nested at "
+                f"most {_DEEPEST_CONDITION} deep, got {_short(value)}"
+            )
+            raise ValueError(msg)
+        self._conditions += 1
+        if self._conditions > _MOST_CONDITIONS:
+            msg = f"{path}: the plan has more than {_MOST_CONDITIONS} conditions"
+            raise ValueError(msg)
+        place = f"{path}.{kind}"
+        inner = _fields(value, path, kinds, set())[kind]
+        if kind == "not":
+            return ~self._condition(inner, place, depth + 1)
+        if kind in _COMPARISONS:
+            plain = [_plain(each, place) for each in _listed(inner, place)]
+            with _named(place):
+                return _COMPARISONS[kind](*plain)
+        if not isinstance(inner, list) or len(inner) < 2:  # noqa: PLR2004 (a pair)
+            msg = f"{place}: expected a list of at least two conditions, got {_short(inner)}"
+            raise ValueError(msg)
+        own = [self._condition(each, place, depth + 1) for each in inner]
+        return Combined.of(*own, needs_all=kind == "and")
 
     def _reading(self, value: Any, path: str) -> Any:
         cls = READINGS[_type(value, path, READINGS)]
@@ -338,6 +380,7 @@ _CALLS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = {
     "strength": {"ramp": ramp},
 }
 """Options whose values are made by a function, with the functions by name."""
+_COMBINED: Final = ("and", "or")
 _COMPARISONS: Final[Mapping[str, Callable[..., Condition]]] = {
     "above": above,
     "below": below,
@@ -458,33 +501,8 @@ def _slice(value: Mapping[str, Any], path: str) -> slice:
     return slice(*bounds)
 
 
-def _condition(value: Any, path: str, depth: int = 0) -> Condition:
-    """Reads a condition on gates."""
-    kinds = {*_COMPARISONS, "and", "or", "not"}
-    kind = next(iter(value), None) if isinstance(value, Mapping) and len(value) == 1 else None
-    if kind not in kinds or depth > _DEEPEST_CONDITION:
-        msg = (
-            f"{path}: an object with one key of {', '.join(sorted(kinds))} is expected, nested at "
-            f"most {_DEEPEST_CONDITION} deep, got {_short(value)}"
-        )
-        raise ValueError(msg)
-    inner = _fields(value, path, kinds, set())[kind]
-    if kind == "not":
-        return ~_condition(inner, f"{path}.not", depth + 1)
-    arguments = _listed(inner, f"{path}.{kind}")
-    if kind in _COMPARISONS:
-        plain = [_plain(each, path) for each in arguments]
-        with _named(f"{path}.{kind}"):
-            return _COMPARISONS[kind](*plain)
-    if len(arguments) != 2:  # noqa: PLR2004 (sides)
-        msg = f"{path}.{kind}: a list of two conditions is expected, got {len(arguments)}"
-        raise ValueError(msg)
-    one, other = (_condition(each, f"{path}.{kind}", depth + 1) for each in arguments)
-    return one & other if kind == "and" else one | other
-
-
 def _call(value: Mapping[str, Any], path: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
-    """Reads an object with one key, the name of what is made of its value."""
+    """Reads an object with one key, the name of the function that its value goes to."""
     kind = next(iter(_fields(value, path, {*makers}, set())), None)
     if kind is None or len(value) != 1:
         msg = f"{path}: an object with one key of {', '.join(makers)} is expected"
@@ -513,8 +531,6 @@ def _ids(value: list[Any], path: str) -> list[int]:
 def _read_option(name: str, value: Any, path: str) -> Any:
     if name == "at" and isinstance(value, Mapping):
         return _slice(value, path)
-    if name == "when" and value is not None:
-        return _condition(value, path)
     if name in _CALLS and isinstance(value, Mapping):
         return _call(value, path, _CALLS[name])
     if name == "output_index":

@@ -17,7 +17,7 @@ from torch import Tensor
 from ferrohook.effects.interventions import KINDS
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import Ema, Window
-from ferrohook.gates.conditions import Both, Comparison, Condition, Either, Not, Ramp
+from ferrohook.gates.conditions import Combined, Comparison, Condition, Not, Ramp
 from ferrohook.gates.readings import READINGS, Reading
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry
 from ferrohook.util.arguments import describe
@@ -78,10 +78,8 @@ def _condition(condition: Condition, path: str) -> dict[str, Any]:
             return {"below": [gate, high]}
         case Comparison(gate, low, high, _):
             return {"between": [gate, low, high]}
-        case Both(one, other):
-            return {"and": [_condition(one, path), _condition(other, path)]}
-        case Either(one, other):
-            return {"or": [_condition(one, path), _condition(other, path)]}
+        case Combined(conditions, needs_all):
+            return {"and" if needs_all else "or": [_condition(it, path) for it in conditions]}
         case Not(one):
             return {"not": _condition(one, path)}
     msg = f"{path}: JSON has conditions on gates, not {describe(condition)}"

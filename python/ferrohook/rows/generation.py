@@ -14,7 +14,7 @@ from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.batches import Batch, models_of
 from ferrohook.tokens.positions import check_prompt
-from ferrohook.tokens.sequences import Sequences, stacks_in
+from ferrohook.tokens.sequences import OF_REQUEST, Sequences, stacks_in
 from ferrohook.util.arguments import expect
 from ferrohook.util.weak import weakly
 
@@ -79,10 +79,10 @@ class _GenerationBatch(Batch):
         prompts = both[:, 0].tolist()
         self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
 
-    def accept(self, tokens: int) -> None:
+    def accept(self, tokens: int, _sequences: int) -> None:
         """Takes back the rows of rejected drafts; `tokens`: number of accepted ones."""
         for request in self._places:
-            request.accept(tokens)
+            request.accept(tokens, OF_REQUEST)
 
     def end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Ends a call."""

@@ -49,7 +49,9 @@ _CALLBACKS: Final = frozenset(
 _PAIR: Final = 2
 """Number of the dimensions (batch, tokens)."""
 _NUMBERS: Final = itertools.count(1)
-"""Numbers of sequences; 0 is the one sequence of a member of batches."""
+"""Numbers of sequences, but for the one of a member of batches."""
+OF_REQUEST: Final = 0
+"""Number of the sequences of a member of batches."""
 
 
 class TokenStack(NamedTuple):
@@ -279,12 +281,12 @@ class Sequences:
     Args:
         prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
             caller did not tell.
-        accept: called with the number of tokens that have run and stay: after each step of a
-            generation with drafts, and where a cache was cut back.
+        accept: called with the number of tokens that have run and stay, and the id of their
+            sequences: after each step of a generation with drafts, and where a cache was cut back.
     """
 
     def __init__(
-        self, prompt: Sequence[int] = (), accept: Callable[[int], None] | None = None
+        self, prompt: Sequence[int] = (), accept: Callable[[int, int], None] | None = None
     ) -> None:
         self.prompt = prompt
         self._accept = accept
@@ -356,7 +358,7 @@ class Sequences:
         starts = positions[:, 0].unique().tolist()
         if self._accept is None or len(starts) > 1:
             return next(_NUMBERS)  # no row of before is part of its value any more
-        self._accept(*starts)
+        self._accept(starts[0], number)
         return number
 
     def note(self, tokens: Tokens, output: Any) -> None:
@@ -619,7 +621,7 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
 
 
 def _watch(
-    local: Mapping[str, Any], generation: _GenerateCall, accept: Callable[[int], None]
+    local: Mapping[str, Any], generation: _GenerateCall, accept: Callable[[int, int], None]
 ) -> None:
     """Has the stopping criteria of a call of `generate` report its accepted tokens, step by step.
 
@@ -631,7 +633,7 @@ def _watch(
 
     def accepted(ids: Tensor, _scores: Any, **_others: Any) -> Tensor:
         # The last token was computed, and has not run.
-        accept(prompt + ids.shape[1] - before - 1)
+        accept(prompt + ids.shape[1] - before - 1, generation.number)
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     criteria = local.get("prepared_stopping_criteria")

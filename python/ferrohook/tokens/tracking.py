@@ -45,7 +45,7 @@ class Tracker(TokenTracker):
         accept: see `Sequences`.
     """
 
-    def __init__(self, at: At, accept: Callable[[int], None] | None = None) -> None:
+    def __init__(self, at: At, accept: Callable[[int, int], None] | None = None) -> None:
         self.plan_positions: Sequence[At] = (at,)
         self.sequences = Sequences((), accept)
 
@@ -65,8 +65,10 @@ def with_tokens_ahead(place: Place) -> Place:
     return place._replace(path=path, module=point.points.queries, head=head)
 
 
-def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: bool) -> None:
-    """Validates that a hook can act at some positions only.
+def check_takes_at(
+    hook: Any, phase: str, *, with_kwargs: bool, always_call: bool, option: str = "at"
+) -> None:
+    """Validates that a hook can act at some positions only; `option`: the one that needs it.
 
     Raises:
         HookTypeError: it cannot.
@@ -78,8 +80,8 @@ def check_takes_at(hook: Any, phase: str, *, with_kwargs: bool, always_call: boo
         takes = plain and not with_kwargs and not always_call
     if not takes:
         msg = (
-            "at= only works with an intervention in a forward phase, or with a forward hook of the "
-            "form hook(module, args, output), without with_kwargs and always_call"
+            f"{option}= only works with an intervention in a forward phase, or with a forward hook "
+            "of the form hook(module, args, output), without with_kwargs and always_call"
         )
         raise HookTypeError(msg)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import TYPE_CHECKING, TypeAlias, cast, get_args
 
 from torch import nn
 
@@ -109,6 +110,24 @@ def check_copy(copy: object) -> None:
     if copy not in COPIES:
         msg = f"copy must be 'checked', 'clone' or 'ref', got {copy!r}"
         raise ValueError(msg)
+
+
+def finite(value: object, name: str) -> float:
+    """Validates and returns a finite number.
+
+    Raises:
+        HookTypeError: it is no number.
+        ValueError: it is not finite, or too large for a float.
+    """
+    expect(value, int | float, f"{name} must be a number")
+    try:
+        number = float(cast("float", value))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        msg = f"{name} must be finite, got {number}"
+        raise ValueError(msg)
+    return number
 
 
 def check_encodes(text: str, name: str) -> None:

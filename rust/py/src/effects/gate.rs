@@ -46,7 +46,7 @@ impl Native for GateHook {
         matches!(phase, Phase::Forward | Phase::ForwardPre)
     }
 
-    // The repeat of a checkpointed forward reads again, as autograd expects what the forward saved.
+    // The repeat of a checkpointed forward reads again, as autograd expects the same saved tensors.
     fn runs_python(&self) -> bool {
         true
     }

@@ -280,7 +280,10 @@ impl<'py> Strength<'_, 'py> {
                 mask.spread(describe, numbers, x, Some(*call))?
             }
         };
-        x.add(changed.sub(x)?.mul(strength)?)
+        // Exact at both ends, and computed in float32 for half precision.
+        let py = x.py();
+        let changed = changed.call_method1(intern!(py, "to"), (x,))?;
+        x.call_method1(intern!(py, "lerp"), (changed, strength))
     }
 }
 

@@ -164,7 +164,10 @@ impl Native for MaskedHook {
             return Ok(None);
         }
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
-            return Err(turn.type_error("with at=, it must return a tensor", &result));
+            return Err(turn.type_error(
+                "with at=, when= or strength=, it must return a tensor",
+                &result,
+            ));
         }
         if let Some(strength) = strength {
             result = strength.blend(turn.describe, &result, turn.value)?;

@@ -199,7 +199,7 @@ impl Mask {
         broadcast(spread, x, dims)
     }
 
-    /// Returns the mask of those of its tokens, in order, for which `acts` is true; None if the host
+    /// Returns the mask of the tokens, in order, for which `acts` is true; None if the host
     /// knows that there are none.
     pub fn refined(&self, acts: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         let py = acts.py();

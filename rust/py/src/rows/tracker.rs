@@ -134,7 +134,7 @@ impl TokenTracker {
         masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
     }
 
-    /// Returns the tokens of a turn at one of the positions, with what is known of them; None if there
+    /// Returns the tokens of a turn at one of the positions, with their positions; None if there
     /// are none.
     pub fn tokens_at(
         slf: &Bound<'_, Self>,
