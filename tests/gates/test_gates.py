@@ -72,7 +72,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: fh.Probe(torch.ones(2, 3)), ValueError, "must be 0 to 1, got None"),
     (lambda: fh.Probe(torch.ones(2, 3), index=2), ValueError, "must be 0 to 1, got 2"),
     (lambda: fh.Probe(UP, mean=torch.ones(3)), fh.HookTypeError, "one width, got [3, 8]"),
-    (lambda: fh.Probe(torch.ones(2, 3), UP, index=0), fh.HookTypeError, "shape (2,), got torch.float32 of (8,)"),
+    (
+        lambda: fh.Probe(torch.ones(2, 3), UP, index=0),
+        fh.HookTypeError,
+        "shape (2,), got torch.float32 of (8,)",
+    ),
     (lambda: fh.TokenProbability([]), ValueError, "each once, got []"),
     (lambda: fh.TokenProbability([1, 1]), ValueError, "each once"),
     (lambda: fh.TokenProbability(["a"]), fh.HookTypeError, "a list of ints"),
