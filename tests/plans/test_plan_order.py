@@ -117,7 +117,7 @@ def test_entries_that_run_in_the_other_order_are_refused(
     model: nn.Sequential, ahead: dict[str, Any], behind: dict[str, Any]
 ) -> None:
     plan = fh.Plan(fh.on("0", fh.Zero(), **ahead), fh.keep("0"), fh.on("0", plus_one, **behind))
-    with pytest.raises(fh.HookError, match="entry 1 of the plan keeps '0' between entries"):
+    with pytest.raises(fh.HookError, match="entry 1 of the plan reads '0' between entries"):
         plan.prepare(model)
 
 
