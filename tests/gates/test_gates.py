@@ -459,7 +459,7 @@ def test_sites_refuse_gates_by_name() -> None:
                 pass
 
 
-# What a review found, one test for each.
+# Faults that a review found, one test for each.
 
 
 def test_a_plan_that_reads_nothing_leaves_the_checks_of_others() -> None:

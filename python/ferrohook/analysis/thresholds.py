@@ -67,9 +67,9 @@ class ThresholdTable(Printed):
         Raises:
             HookError: the package pandas is not installed.
         """
-        columns = [(name, it.tolist()) for name, it in self._columns().items()]
-        rows = zip(*(values for _, values in columns), strict=True)
-        return frame([dict(zip([name for name, _ in columns], row, strict=True)) for row in rows])
+        columns = self._columns()
+        rows = torch.stack([*columns.values()], 1).tolist()
+        return frame([dict(zip(columns, row, strict=True)) for row in rows])
 
     def _cells(self) -> list[list[str]]:
         """Returns the printed table, headings first; of many thresholds some."""
@@ -115,7 +115,7 @@ def threshold(
         >>> found = fh.analysis.threshold(model, gate, sad_texts, other_texts)
         >>> plan = fh.Plan(gate, fh.on(LAYER, hook, when=fh.above("sad", found.best)))
     """
-    expect_module(model, "threshold takes")
+    expect_module(model, "threshold needs")
     expect(gate, GateEntry, "gate must be the result of fh.gate")
     if gate.gate.lag:
         msg = "a gate with lag= has values at generated tokens only, and these texts have none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -39,7 +40,7 @@ class Truth(NamedTuple):
     """Bools, (tokens,)."""
 
 
-class Condition:
+class Condition(ABC):
     """A condition on gates: made by `above`, `below` and `between`, combined by `&`, `|` and `~`.
 
     It is known to be true, known to be false or unknown at a token, and a hook acts only where it
@@ -47,13 +48,13 @@ class Condition:
     false, and `|` with one that is true is true.
     """
 
+    @abstractmethod
     def at(self, values_of: ValuesOf) -> Truth:
         """Evaluates it at some tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gates(self) -> Iterator[str]:
         """Yields the names of its gates."""
-        raise NotImplementedError
 
     def __and__(self, other: Condition) -> Condition:
         if not isinstance(other, Condition):

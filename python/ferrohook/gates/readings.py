@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -21,7 +22,7 @@ READINGS: Final[dict[str, type[Reading]]] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Reading:
+class Reading(ABC):
     """Base of the readings: immutable, compared by content, picklable.
 
     A reading gets the vectors of some tokens in float32, (tokens, width), and returns a number for
@@ -34,9 +35,9 @@ class Reading:
     def __init_subclass__(cls) -> None:
         READINGS[cls.__name__] = cls
 
+    @abstractmethod
     def _read(self, vectors: Tensor) -> Tensor:
         """Returns the numbers of some tokens: float32, (tokens,)."""
-        raise NotImplementedError
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Reads some tokens.

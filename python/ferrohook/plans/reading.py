@@ -505,7 +505,7 @@ def _call(value: Mapping[str, Any], path: str, makers: Mapping[str, Callable[...
     """Reads an object with one key, the name of the function that its value goes to."""
     kind = next(iter(_fields(value, path, {*makers}, set())), None)
     if kind is None or len(value) != 1:
-        msg = f"{path}: an object with one key of {', '.join(makers)} is expected"
+        msg = f"{path}: expected an object with one key of {', '.join(makers)}"
         raise ValueError(msg)
     given = value[kind]
     arguments = _listed(given, path) if isinstance(given, list) else [given]
@@ -516,14 +516,14 @@ def _call(value: Mapping[str, Any], path: str, makers: Mapping[str, Callable[...
 
 def _listed(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list) or len(value) > _MOST_ARGUMENTS:
-        msg = f"{path}: a list of at most {_MOST_ARGUMENTS} values is expected, got {_short(value)}"
+        msg = f"{path}: expected a list of at most {_MOST_ARGUMENTS} values, got {_short(value)}"
         raise ValueError(msg)
     return value
 
 
 def _ids(value: list[Any], path: str) -> list[int]:
     if len(value) > _MOST_IDS or not all(type(each) is int for each in value):
-        msg = f"{path}: a list of at most {_MOST_IDS} ints is expected"
+        msg = f"{path}: expected a list of at most {_MOST_IDS} ints"
         raise ValueError(msg)
     return [_plain(each, path) for each in value]
 
