@@ -356,7 +356,7 @@ def test_failures_at_sites_are_known_when_their_rows_are_read(model: Model) -> N
     assert [*requests[0].acts] == [*requests[2].acts] == [f"layers.{at}" for at in range(3)]
     assert requests[0].error is None
     assert "2 times" in str(requests[1].error)
-    assert "3 in 1 calls" in str(late.error)
+    assert "3 rows in 1 call" in str(late.error)
     assert not late.acts
 
 
