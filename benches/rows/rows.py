@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LAYERS = 8
 WIDTH = 512
 REQUESTS, TOKENS = 32, 16
+STEPS = 128
+"""Positions after which requests begin again."""
 MODULES, MOST = 48, 64
 NAMES = [f"layers.{number}" for number in range(LAYERS)]
 
@@ -117,6 +119,64 @@ def shared_forward() -> dict[str, Sampler]:
         "Llama of width 512, a loop over 32 requests in PyTorch's hooks": model_calls(loop, ids),
         "Llama of width 512, 1 request of 32 captured": model_calls(one, ids),
         "Llama of width 512, 32 requests captured": model_calls(captured, ids),
+    }
+
+
+class Decoding:
+    """Decode steps of a batch of requests with a KV cache, a token of each in every step."""
+
+    def __init__(self, plan_of: Callable[[torch.Tensor], fh.Plan]) -> None:
+        self.model: Any = llama()
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(REQUESTS, WIDTH, generator=generator)
+        self.prompts = torch.randint(1000, (REQUESTS, TOKENS), generator=generator)
+        self.prepared = [plan_of(vector).prepare(self.model) for vector in vectors]
+        self.start()
+
+    def start(self) -> None:
+        """Runs the prompts of new requests."""
+        from transformers import DynamicCache  # noqa: PLC0415 (takes seconds)
+
+        self.requests = [prepared.open() for prepared in self.prepared]
+        self.cache, self.length = DynamicCache(), 0
+        self(self.prompts)
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        """Calls the model in a new batch, as an engine does in each step."""
+        if self.length > STEPS:
+            self.start()
+        count = ids.shape[1]
+        positions = torch.arange(self.length, self.length + count).expand(REQUESTS, -1)
+        rows: dict[Any, Any] = {request: row for row, request in enumerate(self.requests)}
+        lengths = dict.fromkeys(self.requests, TOKENS)
+        with fh.batch(rows, positions=positions, lengths=lengths):
+            found = self.model(ids, past_key_values=self.cache, use_cache=True)
+        self.length += count
+        return found
+
+
+def decoded() -> dict[str, Sampler]:
+    """Decode steps of 32 requests, each steered in a layer: always, or where its gate allows it."""
+    early, late = NAMES[2], NAMES[5]
+
+    def plan(vector: torch.Tensor, *, gated: bool) -> fh.Plan:
+        add = fh.Add(vector)
+        if not gated:
+            return fh.Plan(fh.on(late, add))
+        gate = fh.gate("g", early, fh.Cosine(vector), over="so_far")
+        return fh.Plan(gate, fh.on(late, add, when=fh.above("g", -1.5)))
+
+    steered = Decoding(lambda vector: plan(vector, gated=False))
+    gated = Decoding(lambda vector: plan(vector, gated=True))
+    with torch.no_grad():
+        ids = steered.prompts[:, :1]
+        for _ in range(3):  # a cosine is above that
+            right = torch.equal(output(gated, ids), output(steered, ids))
+            expect(right, "the output of steered requests")
+        expect(all(request.error is None for request in gated.requests), "no request that failed")
+    return {
+        f"{REQUESTS} tokens decoded, steered": model_calls(steered, ids),
+        f"{REQUESTS} tokens decoded, gated and steered": model_calls(gated, ids),
     }
 
 
@@ -234,6 +294,18 @@ GROUPS = [
                 name="Llama of width 512, 32 requests captured",
                 over="Llama of width 512",
                 bar=1.08,
+            ),
+        ],
+        needs="transformers",
+    ),
+    Group(
+        name="gates of 32 requests",
+        setup=decoded,
+        rows=[
+            Row(
+                name=f"{REQUESTS} tokens decoded, gated and steered",
+                over=f"{REQUESTS} tokens decoded, steered",
+                bar=1.03,
             ),
         ],
         needs="transformers",

@@ -594,4 +594,4 @@ def test_readings_keep_no_graph_unless_a_strength_follows_them() -> None:
     with torch.enable_grad(), fh.Plan(GATE, fh.keep("@gate.g")).open(own) as request:
         own(IDS)
         (rows,) = request.gates._rows["g"].values()
-    assert not rows[0].readings.requires_grad
+    assert not rows[0].graphs

@@ -301,7 +301,8 @@ class ByHand:
                 value = self.value(self.gates[strength.gate], position)
                 if value is None:
                     continue
-                strength = strength.of(value).double()
+                share = (float(value) - strength.start) / (strength.end - strength.start)
+                strength = min(max(share, 0.0), 1.0)
             x = output[0, place]
             result[0, place] = x + strength * (changed[0, place] - x)
         return result

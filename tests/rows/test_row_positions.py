@@ -14,8 +14,8 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import places_at
-from ferrohook.rows.positions import masks_of
-from ferrohook.tokens.positions import At, native_at
+from ferrohook.tokens.positions import At, mask_of, native_at
+from ferrohook.tokens.positions import Tokens as CallTokens
 
 WIDTH = 4
 
@@ -226,9 +226,8 @@ def test_places_of_positions_are_those_of_ranges(at: At, positions: list[int], l
 
     assert places_at(native_at(by_function), positions, length) == expected
     for padded in (at, by_function):
-        tokens = torch.tensor([positions], dtype=torch.long)
-        (mask,) = masks_of([padded], tokens, [length])
-        assert mask[0].nonzero().flatten().tolist() == expected
+        tokens = CallTokens(torch.tensor([positions], dtype=torch.long), torch.tensor([length]))
+        assert mask_of(padded, tokens)[0].nonzero().flatten().tolist() == expected
 
 
 def test_batches_made_ahead_have_lengths_of_their_own(model: nn.Sequential) -> None:

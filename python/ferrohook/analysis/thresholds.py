@@ -157,11 +157,11 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
         for call in ModelCall.of(inputs, name).batches(1):
             with prepared.open() as request:
                 call.run(model)
-            read = request.acts[values] if values in request.acts else torch.empty(0)
+            read = request.acts[values].tolist() if values in request.acts else []
             # The value over a prompt is known once, at its end.
             counts = [len(read)] if gate.over == "prompt" else [*range(least, len(read) + 1)]
             if len(read) < least:
                 found.append(-math.inf)
                 continue
-            found.append(float(aggregated(gate.over, gate.by, read, counts)[0].max()))
+            found.append(max(aggregated(gate.over, gate.by, read, counts, [])))
     return torch.tensor(found, dtype=torch.float64)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from ctypes import c_float
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
-
-import torch
 
 from ferrohook.util.arguments import at_least, expect
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
 By: TypeAlias = 'Literal["max", "min", "mean", "last"]'
 """How readings become one value."""
@@ -91,56 +92,80 @@ def check_over(over: Any, by: Any) -> None:
 
 
 def aggregated(
-    over: Over, by: By, readings: Tensor, counts: list[int], averages: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns values of a gate, and the moving averages of an `Ema` for the next call.
+    over: Over, by: By, readings: Sequence[float], counts: Sequence[int], running: list[float]
+) -> list[float]:
+    """Returns values of a gate, each of which has the precision of float32.
 
     Args:
         over: see `Over`.
         by: see `By`.
-        readings: in order of position: float32, (readings,).
+        readings: in order of position.
         counts: for each value the number of readings up to its token: at least 1, and the size of a
             window. With "prompt", the readings of the prompt only.
-        averages: moving averages after the first readings, as an earlier call returned them.
-
-    Returns:
-        the values, float32, (values,), and the averages.
+        running: what was found after each of the first readings, as an earlier call left it; empty
+            at first. The call extends it.
     """
-    last = torch.tensor(counts, device=readings.device) - 1
-    # The repeat of a checkpointed forward finds readings of later tokens too.
-    readings = readings[: max(counts)]
-    if isinstance(over, Ema):
-        averages = _moving(over.decay, readings, averages)
-        return averages[last], averages
-    if over == "token" or by == "last":
-        return readings[last], None
+    if over == "token" or (by == "last" and not isinstance(over, Ema)):
+        return [readings[count - 1] for count in counts]
     if isinstance(over, Window):
-        windows = readings.unfold(0, over.size, 1)
-        return _reduced(by, windows)[last - (over.size - 1)], None
-    return _cumulative(by, readings)[last], None
+        size = over.size
+        return [_reduced(by, readings[count - size : count]) for count in counts]
+    _extend(over, by, readings, max(counts, default=0), running)
+    if isinstance(over, Ema):
+        return [float32(running[count - 1]) for count in counts]
+    if by == "mean":
+        return [float32(running[count - 1] / count) for count in counts]
+    return [running[count - 1] for count in counts]
 
 
-def _reduced(by: By, windows: Tensor) -> Tensor:
-    if by == "max":
-        return windows.amax(-1)
-    return windows.amin(-1) if by == "min" else windows.mean(-1)
+def _reduced(by: By, readings: Sequence[float]) -> float:
+    if by == "mean":
+        return float32(sum(readings) / len(readings))
+    return max(readings) if by == "max" else min(readings)
 
 
-def _cumulative(by: By, readings: Tensor) -> Tensor:
-    """Returns the value after each reading."""
-    if by == "max":
-        return readings.cummax(0).values
-    if by == "min":
-        return readings.cummin(0).values
-    # In float64, so that the sums of a long text do not depend on how it was cut into calls.
-    count = torch.arange(1, len(readings) + 1, device=readings.device)
-    return (readings.to(torch.float64).cumsum(0) / count).to(readings.dtype)
+def _extend(
+    over: Over, by: By, readings: Sequence[float], count: int, running: list[float]
+) -> None:
+    """Extends what is found after each reading to so many of them; a mean's are the sums."""
+    if count <= len(running):
+        return
+    new = readings[len(running) : count]
+    step: Callable[[float, float], float]
+    if isinstance(over, Ema):
+        decay = over.decay
+        step = lambda average, reading: decay * average + (1 - decay) * reading  # noqa: E731 (one of four)
+    else:
+        step = operator.add if by == "mean" else max if by == "max" else min
+    if running:
+        running += [*accumulate(new, step, initial=running[-1])][1:]
+    else:
+        running += accumulate(new, step)
 
 
-def _moving(decay: float, readings: Tensor, known: Tensor | None) -> Tensor:
-    """Returns the moving average after each reading; `known`: after the first of them."""
-    known = readings[:1] if known is None else known
-    averages = [known[-1]]
-    for reading in readings[len(known) :].unbind():
-        averages.append(decay * averages[-1] + (1 - decay) * reading)
-    return torch.cat((known, torch.stack(averages[1:]))) if averages[1:] else known
+def weights(
+    over: Over, by: By, readings: Sequence[float], count: int
+) -> tuple[range, list[float]]:
+    """Returns the readings that a value is made of, and its derivative by each.
+
+    Args:
+        over: see `aggregated`, and so are the others.
+        by: as there.
+        readings: as there.
+        count: of the value.
+    """
+    if over == "token" or (by == "last" and not isinstance(over, Ema)):
+        return range(count - 1, count), [1.0]
+    span = range(count - over.size if isinstance(over, Window) else 0, count)
+    if isinstance(over, Ema):
+        of_each = [(1 - over.decay) * over.decay**later for later in range(count - 1, -1, -1)]
+        return span, [over.decay ** (count - 1), *of_each[1:]]
+    if by == "mean":
+        return span, [1 / len(span)] * len(span)
+    chosen = (max if by == "max" else min)(span, key=readings.__getitem__)
+    return range(chosen, chosen + 1), [1.0]
+
+
+def float32(number: float) -> float:
+    """Rounds a number to float32, the precision of readings and of what is compared with them."""
+    return c_float(number).value

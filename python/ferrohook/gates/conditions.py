@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
-
-import torch
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ferrohook.errors import HookTypeError
+from ferrohook.gates.aggregation import float32
 from ferrohook.util.arguments import check_encodes, expect, finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
 
-class Values(NamedTuple):
-    """Values of a gate at some tokens."""
-
-    values: Tensor
-    """float32, (tokens,); meaningless where they are not known."""
-    known: Tensor
-    """Bools, (tokens,)."""
-
-
-ValuesOf: TypeAlias = "Callable[[str], Values]"
-"""Returns the values of the gate of a name."""
-
-
-class Truth(NamedTuple):
-    """A condition at some tokens: true, false, or neither where a gate is unknown."""
-
-    true: Tensor
-    """Bools, (tokens,)."""
-    false: Tensor
-    """Bools, (tokens,)."""
+ValuesOf: TypeAlias = "Callable[[str], Sequence[float]]"
+"""Returns the values at some tokens of the gate of a name; NaN where they are unknown."""
+Truth: TypeAlias = bool | None
+"""A condition at a token: true, false, or None where it is unknown."""
 
 
 class Condition(ABC):
@@ -49,7 +32,7 @@ class Condition(ABC):
     """
 
     @abstractmethod
-    def at(self, values_of: ValuesOf) -> Truth:
+    def at(self, values_of: ValuesOf) -> list[Truth]:
         """Evaluates it at some tokens."""
 
     @abstractmethod
@@ -90,19 +73,26 @@ class Comparison(Condition):
     closed: bool = False
     """True if the bounds themselves are included."""
 
-    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
-        values, known = values_of(self.gate)
-        true = torch.ones_like(known)
-        for bound, is_low in ((self.low, True), (self.high, False)):
-            if bound is None:
-                continue
-            limit: Any = bound
-            if isinstance(bound, str):
-                limit, limit_known = values_of(bound)
-                known = known & limit_known
-            beyond = values > limit if is_low else values < limit
-            true = true & (beyond | (values == limit) if self.closed else beyond)
-        return Truth(true & known, known & ~true)
+    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
+        values, closed = values_of(self.gate), self.closed
+        low, high = self._numbers
+        if not isinstance(self.low, str) and not isinstance(self.high, str):
+            return [_truth(value, low, high, closed=closed) for value in values]
+        lows, highs = (
+            values_of(bound) if isinstance(bound, str) else [number] * len(values)
+            for bound, number in ((self.low, low), (self.high, high))
+        )
+        together = zip(values, lows, highs, strict=True)
+        return [_truth(value, least, most, closed=closed) for value, least, most in together]
+
+    @cached_property
+    def _numbers(self) -> tuple[float | None, float | None]:
+        """The bounds that are numbers, as gates have them; None for others."""
+        low, high = (
+            float32(bound) if isinstance(bound, int | float) else None
+            for bound in (self.low, self.high)
+        )
+        return low, high
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         yield self.gate
@@ -132,13 +122,10 @@ class Combined(Condition):
             flat += each.conditions if alike else (each,)  # type: ignore[attr-defined]  # alike
         return cls(tuple(flat), needs_all)
 
-    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
-        found = [each.at(values_of) for each in self.conditions]
-        true, false = ([each[side] for each in found] for side in (0, 1))
-        both, either = torch.logical_and, torch.logical_or
-        if not self.needs_all:
-            both, either = either, both
-        return Truth(functools.reduce(both, true), functools.reduce(either, false))
+    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
+        decided = not self.needs_all  # by one of them
+        together = zip(*(each.at(values_of) for each in self.conditions), strict=True)
+        return [decided if decided in each else None if None in each else not decided for each in together]
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         for each in self.conditions:
@@ -155,9 +142,8 @@ class Not(Condition):
 
     one: Condition
 
-    def at(self, values_of: ValuesOf) -> Truth:  # noqa: D102 (see the base)
-        one = self.one.at(values_of)
-        return Truth(one.false, one.true)
+    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
+        return [None if each is None else not each for each in self.one.at(values_of)]
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         yield from self.one.gates()
@@ -177,8 +163,13 @@ class Ramp:
     def __repr__(self) -> str:
         return f"ramp({self.gate!r}, {self.start}, {self.end})"
 
-    def of(self, values: Tensor) -> Tensor:
+    def of(self, values: Sequence[float]) -> list[float]:
         """Returns the strengths for values of the gate."""
+        start, length = self.start, self.end - self.start
+        return [min(max((value - start) / length, 0.0), 1.0) for value in values]
+
+    def of_tensor(self, values: Tensor) -> Tensor:
+        """Returns the strengths for values of the gate, differentiably."""
         return ((values - self.start) / (self.end - self.start)).clamp(0.0, 1.0)
 
 
@@ -264,6 +255,13 @@ def check_name(name: Any) -> str:
         raise ValueError(msg)
     check_encodes(name, "the name of a gate")
     return str(name)
+
+
+def _truth(value: float, low: float | None, high: float | None, *, closed: bool) -> Truth:
+    if value != value or low != low or high != high:  # noqa: PLR0124 (NaN: unknown)
+        return None
+    above = low is None or value > low or (closed and value == low)
+    return above and (high is None or value < high or (closed and value == high))
 
 
 def _bound(bound: Any) -> float | str:

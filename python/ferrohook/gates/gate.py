@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+from ferrohook._core import needs_prompt
+from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
     from ferrohook.gates.aggregation import By, Over
@@ -21,3 +25,8 @@ class Gate:
     over: Over
     by: By
     lag: int
+
+    @cached_property
+    def counts_from_prompt(self) -> bool:
+        """True if the tokens that it reads depend on the length of the prompt."""
+        return self.at is not None and bool(needs_prompt(native_at(self.at)))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+from itertools import accumulate
+from math import isnan
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
+
 from ferrohook._core import store_rows
-from ferrohook.gates.conditions import Condition, Ramp, Values
+from ferrohook.gates.readings import JoinedReading, reading_key
 from ferrohook.gates.state import GateTokens
 from ferrohook.util.never_trace import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-    from torch import Tensor
-
     from ferrohook._core import Collector
+    from ferrohook.gates.conditions import Condition, Ramp
     from ferrohook.gates.gate import Gate
+    from ferrohook.gates.readings import Reading
     from ferrohook.gates.state import GateStates
     from ferrohook.names.places import Place
 
@@ -43,27 +46,95 @@ class GateReader:
 
     def __init__(self, gate: Gate, place: Place, *, followed: bool = False) -> None:
         self._gate, self._followed = gate, followed
-        self._head, self._multiplier = place.head, place.multiplier
+        self.place = place
         self.kept: list[int] = []
         """Captures of its values, by their indices in the plan."""
         self.__qualname__ = f"gate {gate.name!r}"
 
+    @property
+    def reading(self) -> Reading:
+        """What it reads."""
+        return self._gate.reading
+
     def __call__(self, request: GatedRequest, vectors: Tensor, given: tuple[Any, ...]) -> None:
         """Reads the vectors of some tokens, (tokens, ...)."""
-        tokens = GateTokens(*given)
-        if self._multiplier != 1:
-            vectors = vectors * self._multiplier
-        if self._head is not None:
-            vectors = self._head.of(vectors)
-        readings = self._gate.reading(vectors)
-        request.gates.add(self._gate, tokens, readings if self._followed else readings.detach())
+        read = self.reading(_of_place(self.place, vectors))
+        self.store(request, GateTokens(*given), read.tolist(), read)
+
+    @staticmethod
+    def joined(readers: list[GateReader]) -> JoinedReaders:
+        """Returns readers of several requests as one."""
+        return JoinedReaders(readers)
+
+    def store(
+        self, request: GatedRequest, tokens: GateTokens, readings: list[float], read: Tensor
+    ) -> None:
+        """Stores what was read; `read`: the same as a tensor.
+
+        Raises:
+            HookError: see `GateStates.add`.
+        """
+        recorded = read if self._followed and read.requires_grad else None
+        request.gates.add(self._gate, tokens, readings, recorded)
         if not self.kept:
             return
-        values, known = request.gates.values(self._gate, tokens)
-        values = values.detach().masked_fill(~known, float("nan"))
+        values = torch.tensor(request.gates.values(self._gate, tokens), device=read.device)
         for capture in self.kept:
             collector = request.collector(capture, complete=False)
             store_rows(collector, [(0, values)], tokens.positions, tokens.rows, tokens.sequences)
+
+
+class JoinedReaders:
+    """Readers of several requests that read the same part of a module's value at once."""
+
+    def __init__(self, readers: list[GateReader]) -> None:
+        self._readers = readers
+        groups: dict[Any, list[int]] = {}
+        for number, reader in enumerate(readers):
+            place = reader.place
+            key = (place.head, place.multiplier, reading_key(reader.reading))
+            groups.setdefault(key, []).append(number)
+        self._groups = [
+            (members, JoinedReading([readers[member].reading for member in members]))
+            for members in groups.values()
+        ]
+
+    def __call__(
+        self, vectors: Tensor, given: list[tuple[GatedRequest, tuple[Any, ...]]]
+    ) -> list[Exception | None]:
+        """Reads the vectors of the tokens of each request, one request after the other.
+
+        Returns:
+            the exception of each request, None for one without.
+        """
+        tokens = [GateTokens(*of_request) for _, of_request in given]
+        counts = [len(each.rows) for each in tokens]
+        ends = [*accumulate(counts)]
+        errors: list[Exception | None] = [None] * len(given)
+        for members, reading in self._groups:
+            own = vectors
+            if len(self._groups) > 1:
+                places = [it for at in members for it in range(ends[at] - counts[at], ends[at])]
+                own = vectors[torch.tensor(places, device=vectors.device)]
+            own = _of_place(self._readers[members[0]].place, own)
+            read = reading(own, [counts[member] for member in members])
+            readings, start = read.tolist(), 0
+            for member in members:
+                span = slice(start, start := start + counts[member])
+                request = given[member][0]
+                try:
+                    store = self._readers[member].store
+                    store(request, tokens[member], readings[span], read[span])
+                except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
+                    errors[member] = error
+        return errors
+
+
+def _of_place(place: Place, vectors: Tensor) -> Tensor:
+    """Returns what is meant of the vectors of a module."""
+    if place.multiplier != 1:
+        vectors = vectors * place.multiplier
+    return vectors if place.head is None else place.head.of(vectors)
 
 
 class TokenChoice:
@@ -72,42 +143,94 @@ class TokenChoice:
     Args:
         gates: the plan's gates by name.
         when: the condition; None for none.
-        strength: a number, a ramp, or None for all the way.
+        follows: strength that follows a gate; None for none.
     """
 
     def __init__(
-        self,
-        gates: Mapping[str, Gate],
-        when: Condition | None,
-        strength: float | Ramp | None,
+        self, gates: Mapping[str, Gate], when: Condition | None, follows: Ramp | None
     ) -> None:
-        self._gates, self._when, self._strength = gates, when, strength
+        self._gates, self._when, self._follows = gates, when, follows
 
     def __call__(
         self, request: GatedRequest, given: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Returns which of some tokens are changed, and the strengths; None if none is."""
+    ) -> tuple[list[bool], Tensor | None]:
+        """Returns which of some tokens are changed, and the strengths if they follow a gate."""
+        acts, strengths = self.decide(request, GateTokens(*given))
+        return acts, torch.tensor(strengths) if isinstance(strengths, list) else strengths
+
+    def decide(
+        self, request: GatedRequest, tokens: GateTokens
+    ) -> tuple[list[bool], list[float] | Tensor | None]:
+        """Returns the same; strengths as a tensor if they have a gradient.
+
+        Raises:
+            HookError: see `GateStates.values`.
+        """
+        found: dict[str, list[float]] = {}
+
+        def values_of(name: str) -> list[float]:
+            if (values := found.get(name)) is None:
+                values = found[name] = request.gates.values(self._gates[name], tokens)
+            return values
+
+        acts = [True] * len(tokens.rows)
+        if self._when is not None:
+            acts = [each is True for each in self._when.at(values_of)]
+        if self._follows is None:
+            return acts, None
+        values = values_of(self._follows.gate)
+        acts = [each and not isnan(value) for each, value in zip(acts, values, strict=True)]
+        if torch.is_grad_enabled():
+            gate = self._gates[self._follows.gate]
+            graph = request.gates.graph_of(gate, tokens, values)
+            if graph is not None:
+                return acts, self._follows.of_tensor(graph)
+        # An unknown one is not used, and NaN would reach gradients.
+        known = [0.0 if isnan(value) else value for value in values]
+        return acts, self._follows.of(known)
+
+
+def decide_together(
+    hooks: list[tuple[TokenChoice | None, float | None, GatedRequest, tuple[Any, ...]]],
+) -> tuple[list[bool], Tensor | None, list[Exception | None]]:
+    """Chooses the tokens that hooks of several requests change, and their strengths there.
+
+    Args:
+        hooks: choice, constant strength, request and tokens of each hook.
+
+    Returns:
+        for the tokens of all, one hook after the other, whether each is changed; their strengths,
+        None where all are changed all the way; and the exception of each hook, if it had one.
+    """
+    acts: list[bool] = []
+    strengths: list[list[float] | Tensor] = []
+    errors: list[Exception | None] = []
+    partial = False
+    for choice, strength, request, given in hooks:
         tokens = GateTokens(*given)
-        device: torch.device | None = None
-
-        @functools.cache
-        def values_of(name: str) -> Values:
-            nonlocal device
-            values, known = request.gates.values(self._gates[name], tokens)
-            device = device or values.device  # gates may read on several
-            return Values(values.to(device), known.to(device))
-
-        acts = None if self._when is None else self._when.at(values_of).true
-        strengths = None
-        if isinstance(self._strength, Ramp):
-            values, known = values_of(self._strength.gate)
-            strengths = self._strength.of(values)
-            acts = known if acts is None else acts & known
-        if acts is None or (acts.is_cpu and not bool(acts.any())):
-            return None
-        return acts, strengths
+        chosen, found, error = [True] * len(tokens.rows), None, None
+        try:
+            if choice is not None:
+                chosen, found = choice.decide(request, tokens)
+        except Exception as raised:  # noqa: BLE001 (the request's failure: the others go on)
+            chosen, error = [False] * len(chosen), raised
+        partial = partial or found is not None or strength is not None
+        acts += chosen
+        errors.append(error)
+        if found is None:
+            found = [1.0 if strength is None else strength] * len(chosen)
+        strengths.append(found)
+    if not partial:
+        return acts, None, errors
+    recorded = next((each for each in strengths if isinstance(each, Tensor)), None)
+    if recorded is None:
+        together = torch.tensor([each for of_hook in strengths for each in of_hook])
+    else:
+        together = torch.cat([torch.as_tensor(each).to(recorded.device) for each in strengths])
+    return acts, together, errors
 
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(GateReader, "__call__", "native code calls it")
+never_trace(JoinedReaders, "__call__", "native code calls it")
 never_trace(TokenChoice, "__call__", "native code calls it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -104,6 +105,64 @@ class Reading(ABC):
         """Validates a field that is a finite number."""
         number = finite(getattr(self, name), f"{name} of {type(self).__name__}")
         object.__setattr__(self, name, number)
+
+
+def reading_key(reading: Reading) -> tuple[Any, ...]:
+    """Returns a key that is the same for readings that `JoinedReading` joins."""
+    fields = [(it.name, getattr(reading, it.name)) for it in dataclasses.fields(reading)]
+    tensors = [value for _, value in fields if isinstance(value, Tensor)]
+    if any(each.requires_grad for each in tensors):
+        return ("trained", id(reading))  # a copy of the values would miss later steps
+    if any(each.dim() > 1 for each in tensors):
+        return reading.content()
+    shapes = (
+        it.shape if isinstance(it, Tensor) else None if isinstance(it, float) else content_of(it)
+        for _, it in fields
+    )
+    return (type(reading), *shapes)
+
+
+class JoinedReading:
+    """Readings of one [key](reading_key), each for tokens of its own.
+
+    Args:
+        readings: at least one.
+    """
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        first = readings[0]
+        self._first = first
+        self._tables: dict[str, Tensor] = {}
+        """For each field, a value for each of the readings; none if the readings are one."""
+        self._on_device: dict[torch.device, dict[str, Tensor]] = {}
+        if all(each is first for each in readings):
+            return
+        for field in dataclasses.fields(first):
+            values = [getattr(each, field.name) for each in readings]
+            if isinstance(values[0], Tensor):
+                self._tables[field.name] = torch.stack(values).to(torch.float32)
+            elif isinstance(values[0], float):
+                self._tables[field.name] = torch.tensor(values)
+
+    def __call__(self, vectors: Tensor, counts: list[int]) -> Tensor:
+        """Reads tokens; `counts`: how many are of each reading, one after the other.
+
+        Raises:
+            HookTypeError: see `Reading`.
+        """
+        if not self._tables:
+            return self._first(vectors)
+        device = vectors.device
+        if (tables := self._on_device.get(device)) is None:
+            tables = {name: table.to(device) for name, table in self._tables.items()}
+            self._on_device[device] = tables
+        if any(count != 1 for count in counts):
+            rows = [number for number, count in enumerate(counts) for _ in range(count)]
+            index = torch.tensor(rows, device=device)
+            tables = {name: table[index] for name, table in tables.items()}
+        reading = copy.copy(self._first)
+        vars(reading).update(tables)
+        return reading(vectors)
 
 
 def _shown(value: Any) -> str:

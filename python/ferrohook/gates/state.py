@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from itertools import groupby, pairwise
+from itertools import pairwise
+from math import isnan, nan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ferrohook._core import needs_prompt, places_at
+from ferrohook._core import places_at
 from ferrohook.errors import HookError
-from ferrohook.gates.aggregation import Ema, Window, aggregated
-from ferrohook.gates.conditions import Values
-from ferrohook.tokens.positions import EVERYWHERE, native_at
+from ferrohook.gates.aggregation import Window, aggregated, weights
+from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from ferrohook.gates.gate import Gate
@@ -49,61 +51,62 @@ class _Row:
     def __init__(self) -> None:
         self.positions: list[int] = []
         """Ascending."""
-        self.readings: Tensor = torch.zeros(0)
-        """One for each position: float32, (positions,)."""
-        self.averages: Tensor | None = None
-        """Moving averages after the first readings, of a gate over these."""
+        self.readings: list[float] = []
+        """One for each position."""
+        self.running: list[float] = []
+        """What was found after each of the first readings that count, see `aggregated`."""
+        self.graphs: dict[int, Tensor] = {}
+        """Readings by position that have a gradient: float32, ()."""
         self.complete = 0
         """Tokens before this position that the gate counts are known to have been read."""
         self.prompt: int | None = None
         """Length of the prompt with which that was found."""
 
-    def add(self, positions: list[int], readings: Tensor) -> None:
+    def add(self, positions: list[int], readings: list[float]) -> None:
         """Stores readings; `positions`: ascending. A token that runs again keeps its first one."""
-        if self.positions and positions[0] <= self.positions[-1]:
-            places = {each: place for place, each in enumerate(self.positions)}
-            again = [place for place, each in enumerate(positions) if each in places]
-            if again and readings.requires_grad and not self.readings.requires_grad:
-                # The repeat of a checkpointed forward that recorded no graph.
-                at = torch.tensor([places[positions[it]] for it in again], device=readings.device)
-                first = self.readings[at]
-                recorded = readings[again] + (first - readings[again]).detach()
-                self.readings = self.readings.index_copy(0, at, recorded)
-                self.averages = None
-            new = [place for place, each in enumerate(positions) if each not in places]
-            if not new:
-                return
-            positions, readings = [positions[it] for it in new], readings[new]
-        together = self.positions + positions
-        joined = torch.cat((self.readings.to(readings.device), readings))
-        if self.positions and positions[0] < self.positions[-1]:
-            order = sorted(range(len(together)), key=together.__getitem__)
-            together, joined = [together[it] for it in order], joined[order]
-            self.averages = None
-        self.readings, self.positions = joined, together
+        if not self.positions or positions[0] > self.positions[-1]:
+            self.positions += positions
+            self.readings += readings
+            return
+        stored = dict(zip(positions, readings, strict=True))
+        stored |= zip(self.positions, self.readings, strict=True)
+        if len(stored) > len(self.positions):
+            # Readings before others: what was found after these has changed.
+            self.running.clear()
+            self.positions = sorted(stored)
+            self.readings = [stored[position] for position in self.positions]
 
     def take_back(self, position: int) -> None:
         """Drops the readings from a position on."""
         end = bisect_left(self.positions, position)
         if end < len(self.positions):
-            self.readings, self.positions = self.readings[:end].clone(), self.positions[:end]
-            self.averages = None if self.averages is None else self.averages[:end].clone()
+            del self.positions[end:], self.readings[end:]
+            self.running.clear()
+            self.graphs = {at: graph for at, graph in self.graphs.items() if at < position}
         self.complete = min(self.complete, position)
 
-    def counted(self, gate: Gate, prompt: int | None) -> tuple[list[int], Tensor]:
+    def count(self, start: int, end: int) -> int:
+        """Returns how many tokens from one position up to another were read."""
+        if start >= end:
+            return 0
+        return bisect_left(self.positions, end) - bisect_left(self.positions, start)
+
+    def counted(self, gate: Gate, prompt: int | None) -> tuple[list[int], list[float]]:
         """Returns the positions that a gate counts, with their readings.
 
         They differ from the stored ones after a further turn, whose prompt is another.
         """
-        if self.prompt not in {None, prompt}:
-            self.complete, self.averages = 0, None
-        self.prompt = prompt
-        if gate.at is None or not needs_prompt(native_at(gate.at)):
+        if self.prompt != prompt:
+            if self.prompt is not None:
+                self.complete = 0
+                self.running.clear()
+            self.prompt = prompt
+        if gate.at is None or not gate.counts_from_prompt:
             return self.positions, self.readings
         places = places_at(native_at(gate.at), self.positions, prompt)
         if len(places) == len(self.positions):
             return self.positions, self.readings
-        return [self.positions[it] for it in places], self.readings[places]
+        return [self.positions[it] for it in places], [self.readings[it] for it in places]
 
 
 class GateStates:
@@ -116,39 +119,47 @@ class GateStates:
         """By the name of the gate, the id of the sequences and the row."""
 
     def _sequences(self, gate: str, number: int) -> dict[int, _Row]:
+        if (of_gate := self._rows.get(gate)) and len(of_gate) == 1 and number in of_gate:
+            return of_gate[number]
         with self._lock:
             of_gate = self._rows.setdefault(gate, {})
             found = of_gate.pop(number, None)
             of_gate[number] = found = {} if found is None else found  # the last used one is last
-            while len(of_gate) > _MOST_SEQUENCES:
+            if len(of_gate) > _MOST_SEQUENCES:
                 del of_gate[next(iter(of_gate))]
             return found
 
-    def add(self, gate: Gate, tokens: GateTokens, readings: Tensor) -> None:
+    def add(
+        self, gate: Gate, tokens: GateTokens, readings: list[float], graph: Tensor | None = None
+    ) -> None:
         """Stores readings of the tokens of a call.
+
+        Args:
+            gate: the gate that read them.
+            tokens: the tokens.
+            readings: of each.
+            graph: the same with their gradient, (tokens,), if there is one.
 
         Raises:
             HookError: one is NaN, or a position stands twice in a row of the call.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):  # a later call may record a graph
-                readings = readings.clone()
-        if bool(readings.isnan().any()):
-            position = tokens.positions[int(readings.isnan().nonzero()[0])]
-            msg = f"gate {gate.name!r} is NaN at position {position}"
-            raise HookError(msg)
         rows = self._sequences(gate.name, tokens.sequences)
         for row, places in _by_row(tokens.rows):
-            order = sorted(places, key=tokens.positions.__getitem__)
-            positions = [tokens.positions[place] for place in order]
-            if twice := [one for one, next_ in pairwise(positions) if one == next_]:
-                msg = (
-                    f"gate {gate.name!r} reads two tokens at position {twice[0]} of one row: texts "
-                    "that share a row cannot be told apart, give each a row"
-                )
+            positions, own = tokens.positions[places], readings[places]
+            if len(positions) > 1 and not all(one < next_ for one, next_ in pairwise(positions)):
+                order = sorted(range(len(positions)), key=positions.__getitem__)
+                positions, own = [positions[it] for it in order], [own[it] for it in order]
+                _check_once(gate, positions)
+            if any(map(isnan, own)):
+                position = next(at for at, it in zip(positions, own, strict=True) if isnan(it))
+                msg = f"gate {gate.name!r} is NaN at position {position}"
                 raise HookError(msg)
-            own = readings[order] if order != places else readings[places[0] : places[-1] + 1]
-            rows.setdefault(row, _Row()).add(positions, own)
+            state = rows.setdefault(row, _Row())
+            state.add(positions, own)
+            if graph is not None:
+                each = graph[places].unbind()
+                for position, of_token in zip(tokens.positions[places], each, strict=True):
+                    state.graphs.setdefault(position, of_token)
 
     def take_back(self, position: int, sequences: int) -> None:
         """Drops the readings of some sequences from a position on: of drafts that were rejected."""
@@ -158,45 +169,89 @@ class GateStates:
             for row in [*rows.values()]:
                 row.take_back(position)
 
-    def values(self, gate: Gate, tokens: GateTokens) -> Values:
-        """Returns the values of a gate at the tokens of a call, where its readings are.
+    def values(self, gate: Gate, tokens: GateTokens) -> list[float]:
+        """Returns the values of a gate at the tokens of a call; NaN where one is unknown.
 
         Raises:
             HookError: tokens that the value depends on were not read, or the length of a prompt is
                 needed and not known.
         """
         rows = self._sequences(gate.name, tokens.sequences)
-        known: list[bool] = []
-        values: list[Tensor] = []
+        values: list[float] = []
         for row, places in _by_row(tokens.rows):
-            positions = [tokens.positions[place] for place in places]
             state = rows.get(row) or _Row()
-            readings, counts = _counts(gate, state, positions, tokens.prompt(row))
-            known += [count is not None for count in counts]
-            if wanted := [count for count in counts if count is not None]:
-                averages = state.averages if isinstance(gate.over, Ema) else None
-                found, averages = aggregated(gate.over, gate.by, readings, wanted, averages)
-                state.averages = averages
-                values.append(found)
-        if not values:
-            return Values(torch.zeros(len(known)), torch.tensor(known))
-        mask = torch.tensor(known, device=values[0].device)
-        together = values[0] if len(values) == 1 else torch.cat(values)
-        if not all(known):
-            together = together.new_zeros(len(known)).masked_scatter(mask, together)
-        # Infinite readings may add up to NaN.
-        return Values(together, mask & ~together.isnan())
+            _, readings, counts = _counts(
+                gate, state, tokens.positions[places], tokens.prompt(row)
+            )
+            known = [count for count in counts if count]
+            found = iter(aggregated(gate.over, gate.by, readings, known, state.running))
+            values += [next(found) if count else nan for count in counts]
+        return values
+
+    def graph_of(self, gate: Gate, tokens: GateTokens, values: list[float]) -> Tensor | None:
+        """Returns values with their gradient, float32, (tokens,), 0 where one is unknown.
+
+        Args:
+            gate: the gate.
+            tokens: the tokens.
+            values: at the tokens.
+
+        Returns:
+            None if no reading of them has a gradient.
+        """
+        rows = self._sequences(gate.name, tokens.sequences)
+        found = torch.tensor([0.0 if isnan(value) else value for value in values])
+        changes: list[Tensor] = []
+        for row, places in _by_row(tokens.rows):
+            state = rows.get(row) or _Row()
+            positions = tokens.positions[places]
+            read, readings, counts = _counts(gate, state, positions, tokens.prompt(row))
+            graphs = [state.graphs.get(position) for position in read[: max(counts)]]
+            recorded = next((each for each in graphs if each is not None), None)
+            if recorded is None:
+                changes.append(torch.zeros(len(counts)))
+                continue
+            zero = recorded.new_zeros(())
+            graph = torch.stack([zero if it is None else it.to(zero.device) for it in graphs])
+            factors = torch.zeros(len(counts), len(graph))
+            for of_value, count in zip(factors, counts, strict=True):
+                if count:
+                    span, of_each = weights(gate.over, gate.by, readings, count)
+                    of_value[span.start : span.stop] = torch.tensor(of_each)
+            # Zeros with a gradient: the values are those that the host found.
+            nothing = (graph - graph.detach()).nan_to_num()
+            changes.append((factors.to(graph.device) * nothing).sum(-1))
+        if not any(each.requires_grad for each in changes):
+            return None
+        device = next(each.device for each in changes if each.requires_grad)
+        return found.to(device) + torch.cat([each.to(device) for each in changes])
 
 
-def _by_row(rows: list[int]) -> list[tuple[int, list[int]]]:
+def _check_once(gate: Gate, positions: list[int]) -> None:
+    """Validates that no position stands twice; ascending.
+
+    Raises:
+        HookError: one does.
+    """
+    if twice := [one for one, next_ in pairwise(positions) if one == next_]:
+        msg = (
+            f"gate {gate.name!r} reads two tokens at position {twice[0]} of one row: texts that "
+            "share a row cannot be told apart, give each a row"
+        )
+        raise HookError(msg)
+
+
+def _by_row(rows: list[int]) -> list[tuple[int, slice]]:
     """Groups the places of tokens by their rows."""
-    places = groupby(range(len(rows)), key=rows.__getitem__)
-    return [(row, [*group]) for row, group in places]
+    if rows[0] == rows[-1]:  # ascending
+        return [(rows[0], slice(None))]
+    ends = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1]]
+    return [(rows[start], slice(start, end)) for start, end in pairwise([0, *ends, len(rows)])]
 
 
 def _counts(
     gate: Gate, row: _Row, positions: list[int], prompt: int | None
-) -> tuple[Tensor, list[int | None]]:
+) -> tuple[list[int], list[float], list[int]]:
     """Returns the readings that values are made of, and how many of them each value has.
 
     Args:
@@ -206,8 +261,8 @@ def _counts(
         prompt: length of the sequence's prompt.
 
     Returns:
-        readings in order of position; and for each token the number of them up to it, None if its
-        value is unknown.
+        positions that count, with their readings; and for each token the number of them up to it, 0
+        if its value is unknown.
     """
     if prompt is None and (gate.lag or gate.over == "prompt"):
         what = "lag=" if gate.lag else "over='prompt'"
@@ -217,24 +272,28 @@ def _counts(
         )
         raise HookError(msg)
     read, readings = row.counted(gate, prompt)
-    length = prompt or 0
+    at: Sequence[int | None] = positions
     if gate.over == "prompt":
-        at = [length - 1 if it >= length - 1 else None for it in positions]
-    else:
-        at = [it - gate.lag if not gate.lag or it >= length else None for it in positions]
+        last = (prompt or 0) - 1
+        at = [last if it >= last else None for it in positions]
+    elif gate.lag:
+        at = [it - gate.lag if it >= (prompt or 0) else None for it in positions]
     if wanted := [it for it in at if it is not None]:
-        _check_read(gate, row, wanted, prompt, min(positions))
-    counts: list[int | None] = []
-    least = gate.over.size if isinstance(gate.over, Window) else 1
-    for each in at:
-        count = 0 if each is None else bisect_right(read, each)
-        if gate.over == "token" and count and read[count - 1] != each:
-            count = 0  # a token that the gate does not count
-        counts.append(count if count >= least else None)
-    return readings, counts
+        _check_read(gate, row, wanted, prompt, positions)
+    counts = [0 if each is None else bisect_right(read, each) for each in at]
+    if isinstance(gate.over, Window):
+        counts = [count if count >= gate.over.size else 0 for count in counts]
+    elif gate.over == "token":  # not those that the gate does not count
+        counts = [
+            count if count and read[count - 1] == each else 0
+            for count, each in zip(counts, at, strict=True)
+        ]
+    return read, readings, counts
 
 
-def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None, start: int) -> None:
+def _check_read(
+    gate: Gate, row: _Row, wanted: list[int], prompt: int | None, positions: list[int]
+) -> None:
     """Validates that a gate has read the tokens that its values depend on.
 
     Args:
@@ -242,29 +301,34 @@ def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None, st
         row: readings of their sequence.
         wanted: positions of the tokens whose values are wanted.
         prompt: length of the prompt.
-        start: first position of the running call.
+        positions: of the tokens of the running call.
 
     Raises:
         HookError: it has not.
     """
     first, end = min(wanted), max(wanted) + 1
-    asked = sorted({*wanted}) if gate.over == "token" else [*range(row.complete, end)]
-    if not asked:
-        return
-    at = native_at(EVERYWHERE if gate.at is None else gate.at)
-    counted = [asked[place] for place in places_at(at, asked, prompt)]
-    read = {*row.positions}
-    missing = [each for each in counted if each not in read]
+    start = first if gate.over == "token" else row.complete
+    missing: list[int] = []
+    if row.count(start, end) < end - start:
+        asked = sorted({*wanted}) if gate.over == "token" else range(start, end)
+        missing = [each for each in asked if not row.count(each, each + 1)]
+        if missing and gate.at is not None:
+            at = native_at(gate.at)
+            missing = [missing[place] for place in places_at(at, missing, prompt)]
     if not missing:
-        row.complete = row.complete if gate.over == "token" else end
+        if gate.over != "token":
+            row.complete = max(row.complete, end)
         return
     if isinstance(gate.over, Window):  # only the last tokens matter
-        needed = [each for each in counted if each <= first][-gate.over.size :]
+        needed = [*range(first + 1)]
+        if gate.at is not None:
+            needed = places_at(native_at(gate.at), needed, prompt)
+        needed = needed[-gate.over.size :]
         missing = [each for each in missing if each >= min(needed, default=first)]
         if not missing:
             return
     where = f"position {missing[0]}" if len(missing) == 1 else f"positions from {missing[0]} on"
-    if missing[0] >= start:
+    if missing[0] >= min(positions):
         msg = (
             f"gate {gate.name!r} has not read the token at {where} yet, as it reads later in the "
             "forward than the hook that depends on it: let it read at an earlier place"

@@ -192,11 +192,12 @@ class Prepared:
     ) -> None:
         mask = self._mask(entry)
         when, strength = entry.options.get("when"), entry.options.get("strength")
+        follows = strength if isinstance(strength, Ramp) else None
         form = functools.partial(
             masked,
             mask=mask,
-            condition=TokenChoice(gates, when, strength) if entry.gates else None,
-            strength=None if isinstance(strength, Ramp) else strength,
+            condition=TokenChoice(gates, when, follows) if entry.gates else None,
+            strength=None if follows else strength,
         )
         with _named(number):
             groups = hooks_at(places, entry.hook, entry.phase)

@@ -16,7 +16,6 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsEr
 from ferrohook.names.select import select
 from ferrohook.plans import Request
 from ferrohook.registration.scopes import Scope
-from ferrohook.rows.positions import check_lengths, masks_of
 from ferrohook.rows.site_tables import open_sites
 from ferrohook.util.arguments import at_least, expect
 
@@ -88,34 +87,11 @@ class Batch(BatchBase, Scope):
     def _moved(self) -> None:
         """Finds the tokens at the positions of plans; called after the positions were set."""
         self._place()
-        columns = self._columns
-        if columns is not None:
-            self._mask(torch.tensor(self._positions).reshape(-1, columns))
         if self._sites is not None:
-            if columns is not None:
+            if self._columns is not None:
                 msg = "sites need one position per row: pass positions of shape (rows,)"
                 raise RowsError(msg)
             self._sites.write(self._positions)
-
-    def _mask(self, positions: Tensor) -> None:
-        """Finds the tokens of padded rows at the positions of plans."""
-        for number, request in enumerate(self.members):
-            if not isinstance(request, Request) or request.failed:
-                continue
-            if not (ats := request.plan_positions):
-                continue
-            own, lengths = positions[self._rows(number)], request.prompt_lengths
-            try:
-                check_lengths(ats, lengths, len(own))
-            except RowsError as error:
-                error.member = request
-                raise
-            try:
-                masks = masks_of(ats, own, lengths)
-            except Exception as error:  # noqa: BLE001 (of a function of `at`: the others go on)
-                self._fail(number, error)
-            else:
-                request.set_masks(masks)
 
     def _end_service(self) -> None:
         """Takes what sites kept; called as the batch is left."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ferrohook._core import places_at
 from ferrohook.errors import RowsError
-from ferrohook.rows.positions import check_lengths
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class SiteRows:
         return everywhere if self.at_sites is None else everywhere + self.at_sites
 
 
-def check_positions(request: Request, program: Program, positions: list[int] | None) -> None:
+def check_positions(program: Program, positions: list[int] | None) -> None:
     """Validates that the positions of a plan can be found among a request's rows.
 
     Raises:
@@ -143,7 +142,6 @@ def check_positions(request: Request, program: Program, positions: list[int] | N
             "positions to the batch"
         )
         raise RowsError(msg)
-    check_lengths(ats, request.prompt_lengths)
 
 
 def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:

@@ -475,7 +475,7 @@ class Sites(SitesBase):
             own = batch._rows(number)
             at = None if positions is None else [positions[row] for row in own]
             try:
-                check_positions(request, program, at)
+                check_positions(program, at)
             except RowsError as error:
                 error.member = request
                 raise

@@ -68,7 +68,9 @@ mod _core {
     #[pymodule_export]
     use crate::effects::intervention::InterventionBase;
     #[pymodule_export]
-    use crate::effects::planned::{EndOfCall, MaskedHook, PlanGuard};
+    use crate::effects::masked::MaskedHook;
+    #[pymodule_export]
+    use crate::effects::planned::{EndOfCall, PlanGuard};
     #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]

@@ -225,7 +225,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         ("{", "not valid JSON"),
         (5, "expected an object"),
         (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
-        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
+        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type is one of Add"),
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),

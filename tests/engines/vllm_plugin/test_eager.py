@@ -352,7 +352,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (5, "expected an object"),
         ({1: object()}, "JSON of Plan.to_json"),
         (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
-        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
+        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type is one of Add"),
         (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "fuses.*qkv_proj"),
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
@@ -362,7 +362,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
-            "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
+            "phase='forward_pre'.*has none: the engine calls it with keyword arguments.*or its own",
         ),
         (
             entry(type="on", what="model.layers.1", hook=ADD, prepend=True),

@@ -416,7 +416,7 @@ def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         assert (await put(b"", **{"content-length": str(2**40)})).status_code == 413
         assert [*engine.worker._vectors] == []
         assert (await put(body("a/b", *map(str, range(11))))).is_success
-        with pytest.raises(ValueError, match=r"there: (\S+, ){10}\.\.\.$"):
+        with pytest.raises(ValueError, match=r"uploaded: (\S+, ){10}\.\.\.$"):
             (await connect_async(engine)).vectors["none"]
         assert (await asked(engine, "DELETE", "vectors/a/b")).is_success
         assert len(engine.worker._vectors) == 11

@@ -103,7 +103,7 @@ def test_the_plug_in_attaches_once() -> None:
         (
             "9.9.1",
             "run_busy_loop",
-            r"vllm 9\.9\.1 lacks v1\.engine\.core\.EngineCoreProc\.run_busy_loop",
+            r"vllm 9\.9\.1 does not have v1\.engine\.core\.EngineCoreProc\.run_busy_loop",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_module_kept_twice_under_one_name_is_refused_at_the_door(again: Any) -
     modules = ModuleTable(table, {})
     for label in (None, "x"):
         first = fh.keep("a", label=label)
-        with pytest.raises(ValueError, match=r"entries\[1\]: it keeps '(x:)?a' again: .* a label"):
+        with pytest.raises(ValueError, match=r"entries\[1\]: '(x:)?a' is kept twice: .* a label"):
             rewritten(fh.Plan(first, fh.keep(again, label=label)), modules)
         assert rewritten(fh.Plan(first, fh.keep(again, label="other")), modules)
 

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -
     for entry, reason in (
         (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention does not compute a pattern"),
         (fh.keep("@logits"), "@logits is not proved .* only for the tokens that it samples from"),
-        (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the closest .*@resid_post"),
+        (fh.keep("@resid_post.9"), r"has no @resid_post.9: its blocks are 0 to \d"),
         (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read but not written"),
         (fh.on("@z.1", fh.Add(vector)), "has a width of 64, but the head of @z.1 has 32"),
         (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 acts on each head"),

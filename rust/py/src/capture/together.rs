@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use ferrohook_core::Phase;
-use pyo3::exceptions::PyIndexError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,14 +15,12 @@ use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
-    same_part,
+    same_part, whole_part_of,
 };
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::TokenPositions;
 use crate::torch::made::StreamOrder;
-use crate::torch::tensors::{
-    any_tensor, map_tensors, requires_grad, summed, tensors_of, version_if_any,
-};
+use crate::torch::tensors::{any_tensor, map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.
 pub struct JointCaptures(Vec<CaptureGroup>);
@@ -87,8 +84,10 @@ impl CaptureGroup {
     fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
         let py = shared.value.py();
         let (_, first, _) = &self.recorders[0];
-        let part = first.get().part_of(shared.value);
-        let part = part.and_then(|part| of_structure(first.bind(py), shared.value, part));
+        let part = match &first.get().part {
+            Some(part) => whole_part_of(shared.value, part.bind(py)),
+            None => Ok(shared.value.clone()),
+        };
         let mut together = None;
         let mut start = 0;
         for (number, recorder, rows) in &self.recorders {
@@ -118,28 +117,6 @@ impl CaptureGroup {
             start += rows.len();
         }
     }
-}
-
-/// Raises unless a part consists of tensors of the value, or is a sum of them: an index of a tensor
-/// counts the rows of each member.
-fn of_structure<'py>(
-    recorder: &Bound<'py, Recorder>,
-    value: &Bound<'py, PyAny>,
-    part: Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = value.py();
-    let Some(index) = &recorder.get().part else {
-        return Ok(part);
-    };
-    if summed(value, index.bind(py)).is_some() {
-        return Ok(part);
-    }
-    let known = tensors_of(value)?;
-    let mut indexed = |tensor: &Bound<'_, PyAny>| Ok(!known.iter().any(|each| each.is(tensor)));
-    if any_tensor(&part, &mut indexed)? {
-        return Err(PyIndexError::new_err("an index of a tensor"));
-    }
-    Ok(part)
 }
 
 /// Returns a member's rows of a value: a copy where a member may write to the value in place.

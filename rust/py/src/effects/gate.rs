@@ -1,13 +1,23 @@
 //! `GateHook`: reads a number for each token of a request, on which hooks of its plan may depend.
 
-use pyo3::gc::{PyTraverseError, PyVisit};
-use pyo3::prelude::*;
+use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Phase;
+use pyo3::exceptions::PyTypeError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
-use crate::rows::calls::merging::{InBatch, in_batch};
+use crate::rows::at::Chosen;
+use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
+use crate::rows::calls::merging::{
+    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
+    same_part, whole_part_of,
+};
 use crate::rows::matrix::CallArguments;
+use crate::rows::numbers::Selection;
+use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
 use crate::torch;
 use crate::torch::tensors::part_of;
@@ -58,7 +68,13 @@ impl Native for GateHook {
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
         let tracker = TokenTracker::of(py, None, turn.owner)?;
-        let Some(tokens) = TokenTracker::tokens_at(tracker, self.mask, turn)? else {
+        let tokens = Tokens::of(turn);
+        let own = tokens.and_then(|it| it.own.as_ref());
+        let Chosen::At(mask) = TokenTracker::chosen(tracker, self.mask, own)? else {
+            return Ok(None);
+        };
+        let tokens = TokenTracker::tokens_at(tracker, self.mask, tokens, turn.describe)?;
+        let Some(tokens) = tokens else {
             return Ok(None);
         };
         let value = match &self.part {
@@ -70,7 +86,7 @@ impl Native for GateHook {
             return Err(turn.type_error(expected, &value));
         }
         let call = Some(CallArguments::of(turn));
-        let taken = tokens.mask.take(turn.describe, &value, call)?;
+        let taken = mask.take(turn.describe, &value, call)?;
         self.read
             .bind(py)
             .call1((tracker, taken, tokens.for_python(py)?))?;
@@ -90,4 +106,123 @@ impl Native for GateHook {
     }
 }
 
-impl InBatch for GateHook {}
+impl InBatch for GateHook {
+    fn merges<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        _phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        Ok(positioned(owner)?.then(|| Merging {
+            hook: object.clone().unbind(),
+            at: None,
+            lasts: true,
+        }))
+    }
+
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        let groups = groups::<Self>(parts, |first, second| {
+            let parts = [first, second].map(|it| it.get().part.as_ref());
+            same_part(first.py(), parts[0], parts[1])
+        })?;
+        let groups = groups.into_iter().map(|group| {
+            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
+            let mut hooks = Vec::new();
+            let mut tokens = Vec::new();
+            for (number, part) in group.iter().zip(&of_group) {
+                let hook = part.hook.cast::<Self>()?;
+                tokens.push(TokenPart {
+                    number: *number,
+                    rows: part.rows.len(),
+                    at: Some(hook.get().mask),
+                });
+                hooks.push(hook.clone().unbind());
+            }
+            Ok(GateGroup {
+                hooks,
+                parts: tokens,
+                selection: select.rows(&of_group),
+                joined: OnceLock::new(),
+            })
+        });
+        Ok(Box::new(JointGates(groups.collect::<PyResult<_>>()?)))
+    }
+}
+
+/// Gates of some members.
+struct JointGates(Vec<GateGroup>);
+
+/// Gates of the same part of a value.
+struct GateGroup {
+    hooks: Vec<Py<GateHook>>,
+    parts: Vec<TokenPart>,
+    selection: Arc<Selection>,
+    /// Python's reader for all of them.
+    joined: OnceLock<Py<PyAny>>,
+}
+
+impl GateGroup {
+    /// Returns the reader of the gates of some of the parts.
+    fn reader<'py>(&self, py: Python<'py>, parts: &[usize]) -> PyResult<Bound<'py, PyAny>> {
+        let all = parts.len() == self.hooks.len();
+        if all && let Some(joined) = self.joined.get() {
+            return Ok(joined.bind(py).clone());
+        }
+        let readers = parts.iter().map(|place| self.hooks[*place].get().read.bind(py));
+        let readers: Vec<_> = readers.collect();
+        let joined = readers[0].call_method1(intern!(py, "joined"), (&readers,))?;
+        if all {
+            let _ = self.joined.set(joined.clone().unbind());
+        }
+        Ok(joined)
+    }
+
+    /// Has the gates read their rows; `failed` takes the errors of parts.
+    fn read(
+        &self,
+        shared: &SharedValue<'_, '_>,
+        failed: &mut Vec<(usize, PyErr)>,
+    ) -> PyResult<()> {
+        let py = shared.value.py();
+        let part = self.hooks[0].get().part.as_ref();
+        let x = match part {
+            Some(part) => whole_part_of(shared.value, part.bind(py))?,
+            None => shared.value.clone(),
+        };
+        if !torch::is_tensor(&x)? || !shared.layout.covers(&x)? {
+            return Err(PyTypeError::new_err("a gate reads a tensor with the rows"));
+        }
+        let tokens = JoinedTokens::of(shared, &self.parts, failed)?;
+        if tokens.parts.is_empty() {
+            return Ok(());
+        }
+        let vectors = tokens.take(&x, &self.selection, shared.layout.size)?;
+        let places: Vec<_> = tokens.parts.iter().map(|(place, ..)| *place).collect();
+        let reader = self.reader(py, &places)?;
+        let given = tokens.parts.iter().map(|(_, owner, given)| (owner, given));
+        let given: Vec<_> = given.collect();
+        let errors = reader.call1((vectors, given))?.extract()?;
+        failed.extend(tokens.failures(&self.parts, errors));
+        Ok(())
+    }
+}
+
+impl Joint for JointGates {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
+        let mut merged = MergedResult::default();
+        for group in &self.0 {
+            group.read(shared, &mut merged.failed)?;
+        }
+        Ok(merged)
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for group in &self.0 {
+            visit.call(group.joined.get())?;
+            for hook in &group.hooks {
+                visit.call(hook)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -280,11 +280,20 @@ impl<'py> Strength<'_, 'py> {
                 mask.spread(describe, numbers, x, Some(*call))?
             }
         };
-        // Exact at both ends, and computed in float32 for half precision.
-        let py = x.py();
-        let changed = changed.call_method1(intern!(py, "to"), (x,))?;
-        x.call_method1(intern!(py, "lerp"), (changed, strength))
+        lerp(changed, x, strength)
     }
+}
+
+/// Returns `x + strength * (changed - x)`.
+pub fn lerp<'py>(
+    changed: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    strength: Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    // Exact at both ends, and computed in float32 for half precision.
+    let py = x.py();
+    let changed = changed.call_method1(intern!(py, "to"), (x,))?;
+    x.call_method1(intern!(py, "lerp"), (changed, strength))
 }
 
 impl<'py> Change<'_, 'py> {

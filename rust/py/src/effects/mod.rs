@@ -4,6 +4,7 @@ pub mod detectors;
 pub mod gate;
 pub mod gpu_vector;
 pub mod intervention;
+pub mod masked;
 pub mod planned;
 mod together;
 pub mod typed;

@@ -58,12 +58,12 @@ fn spread<'py>(
 }
 
 /// Interventions of some members.
-pub struct JointInterventions(Vec<InterventionGroup>);
+pub struct JointInterventions(pub Vec<InterventionGroup>);
 
 /// Interventions of one kind, on the same part of a value.
-struct InterventionGroup {
-    /// Number of the part of the first one.
-    part: usize,
+pub struct InterventionGroup {
+    /// Number of the part of each.
+    pub parts: Vec<usize>,
     hooks: Vec<Py<InterventionBase>>,
     /// Numbers of the interventions.
     key: Box<[u64]>,
@@ -80,10 +80,10 @@ impl JointInterventions {
             let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let hooks = group.iter().map(|number| hooks[*number]);
             InterventionGroup {
-                part: group[0],
                 key: hooks.clone().map(|hook| hook.get().number).collect(),
                 hooks: hooks.map(|hook| hook.clone().unbind()).collect(),
                 selection: select.rows(&of_group),
+                parts: group,
             }
         });
         Ok(Self(groups.collect()))
@@ -114,21 +114,8 @@ fn has_fractions(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
 impl Joint for JointInterventions {
     fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
         let mut now = shared.value.clone();
-        let lone = torch::is_tensor(&now)?;
         for group in &self.0 {
-            if lone && group.hooks[0].get().part.is_some() {
-                // Of a tensor it counts the rows of each member: each runs alone.
-                return Err(PyIndexError::new_err("an index of a tensor"));
-            }
-            let change = Change {
-                intervention: group.hooks[0].bind(now.py()),
-                describe: &|| (shared.describe)(group.part),
-                mask: None,
-                strength: None,
-            };
-            now = change.part_of(&now, &|x, residual| {
-                group.rows(&change, shared, x, residual)
-            })?;
+            now = group.run(shared, &now, None)?;
         }
         Ok(MergedResult {
             value: Some(now),
@@ -137,12 +124,42 @@ impl Joint for JointInterventions {
     }
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        let mut hooks = self.0.iter().flat_map(|group| &group.hooks);
-        hooks.try_for_each(|hook| visit.call(hook))
+        self.0.iter().try_for_each(|group| group.traverse(visit))
     }
 }
 
+/// Blends changed rows of a tensor with the former ones.
+pub type BlendRows<'a, 'py> =
+    dyn Fn(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> + 'a;
+
 impl InterventionGroup {
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.hooks.iter().try_for_each(|hook| visit.call(hook))
+    }
+
+    /// Applies the interventions to their rows of a value, changed by `blend` if there is one.
+    pub fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        value: &Bound<'py, PyAny>,
+        blend: Option<&BlendRows<'_, 'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let first = self.hooks[0].bind(value.py());
+        if first.get().part.is_some() && torch::is_tensor(value)? {
+            // Of a tensor it counts the rows of each member: each runs alone.
+            return Err(PyIndexError::new_err("an index of a tensor"));
+        }
+        let change = Change {
+            intervention: first,
+            describe: &|| (shared.describe)(self.parts[0]),
+            mask: None,
+            strength: None,
+        };
+        change.part_of(value, &|x, residual| {
+            self.rows(&change, shared, x, residual, blend)
+        })
+    }
+
     /// Applies each intervention to its rows of a tensor.
     fn rows<'py>(
         &self,
@@ -150,6 +167,7 @@ impl InterventionGroup {
         shared: &SharedValue<'_, 'py>,
         x: &Bound<'py, PyAny>,
         residual: Option<&Bound<'py, PyAny>>,
+        blend: Option<&BlendRows<'_, 'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         for tensor in residual.into_iter().chain([x]) {
@@ -164,17 +182,17 @@ impl InterventionGroup {
                 )));
             }
         }
-        let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.layout.dim);
+        let changed = |x: &_, residual: Option<&_>| {
+            let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.layout.dim);
+            let changed = with_residual(x, residual, of_rows)?;
+            blend.map_or(Ok(changed.clone()), |blend| blend(&changed, x))
+        };
         let rows = &self.selection.rows;
         if rows.all(shared.layout.size) {
-            return with_residual(x, residual, of_rows);
+            return changed(x, residual);
         }
         let narrow = |tensor| rows.narrow(tensor, shared.layout.dim);
-        let changed = with_residual(
-            &narrow(x)?,
-            residual.map(narrow).transpose()?.as_ref(),
-            of_rows,
-        )?;
+        let changed = changed(&narrow(x)?, residual.map(narrow).transpose()?.as_ref())?;
         let copy = x.call_method0(intern!(py, "clone"))?;
         rows.write(&copy, shared.layout.dim, &changed)?;
         Ok(copy)

@@ -13,7 +13,9 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::FrameSlot;
 use crate::error::rows_error;
 use crate::rows::mask::Mask;
-use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPositions, in_tensors};
+use crate::rows::places::{
+    MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors,
+};
 
 /// Positions in a request, as `At` of Python: a name, an int, a slice, or a function that gets the
 /// list of the tokens' positions and returns the places of the chosen ones.
@@ -205,6 +207,8 @@ pub enum Masks {
     Tokens(MasksOfTokens),
     /// Rows of a batch.
     Rows(PlacesOfRows),
+    /// Tokens of padded rows of a batch.
+    Padded(PlacesOfTokens),
 }
 
 /// Masks of tokens, for each of the positions of a plan.
@@ -229,6 +233,17 @@ pub struct PlacesOfRows {
     dim: usize,
     /// Length of the member's prompt; None if it is not known.
     prompt: Option<i64>,
+    /// Each made when it is first needed.
+    masks: Box<[OnceLock<Arc<Mask>>]>,
+}
+
+/// Places of tokens among those of a member's padded rows, for each of the positions of its plan.
+pub struct PlacesOfTokens {
+    places: Box<[Vec<TokenPlace>]>,
+    /// Number of rows, and of columns.
+    shape: [usize; 2],
+    /// Length of each row's prompt, or of all; none if they are not known.
+    prompts: Arc<[i64]>,
     /// Each made when it is first needed.
     masks: Box<[OnceLock<Arc<Mask>>]>,
 }
@@ -260,25 +275,52 @@ impl Masks {
         }))
     }
 
+    /// Finds the tokens of a member whose rows are padded. Raises if a function does.
+    pub fn of_padded(
+        py: Python<'_>,
+        ats: &PlanPositions,
+        positions: &[Position],
+        columns: usize,
+        prompts: Arc<[i64]>,
+    ) -> PyResult<Self> {
+        let PlanPositions(ats) = ats;
+        let rows = positions.len() / columns;
+        let of_all = |at: &At| {
+            let mut all = Vec::new();
+            for (row, positions) in positions.chunks(columns).enumerate() {
+                let prompt = prompts.get(row).or_else(|| prompts.first());
+                let places = at.places(py, positions, prompt.copied())?;
+                all.extend(places.iter().map(|it| TokenPlace(row * columns + it.0)));
+            }
+            Ok(all)
+        };
+        Ok(Self::Padded(PlacesOfTokens {
+            places: ats.iter().map(of_all).collect::<PyResult<_>>()?,
+            shape: [rows, columns],
+            masks: ats.iter().map(|_| OnceLock::new()).collect(),
+            prompts,
+        }))
+    }
+
     /// Returns those at one of the positions; `own`: the rows of the value, where they are not those
     /// of the batch.
     pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
-        match self {
-            Self::Tokens(tokens) => match (&tokens.chosen[at], own) {
-                (Chosen::At(mask), Some(own)) => {
-                    let own = match own {
-                        OwnRows::Gathered { places, .. } => mask.at(py, places)?,
-                        OwnRows::Matrix => Some(mask.flat(py)?),
-                    };
-                    Ok(own.map_or(Chosen::Nothing, |own| Chosen::At(Arc::new(own))))
-                }
-                (chosen, _) => Ok(chosen.clone()),
-            },
+        let of_batch = match self {
+            Self::Tokens(tokens) => tokens.chosen[at].clone(),
+            Self::Padded(tokens) => tokens.chosen(py, at)?,
             Self::Rows(rows) => {
                 let mask = rows.mask(py, at, own)?;
-                Ok(mask.map_or(Chosen::Nothing, Chosen::At))
+                return Ok(mask.map_or(Chosen::Nothing, Chosen::At));
             }
-        }
+        };
+        let (Chosen::At(mask), Some(own)) = (&of_batch, own) else {
+            return Ok(of_batch);
+        };
+        let own = match own {
+            OwnRows::Gathered { places, .. } => mask.at(py, places)?,
+            OwnRows::Matrix => Some(mask.flat(py)?),
+        };
+        Ok(own.map_or(Chosen::Nothing, |own| Chosen::At(Arc::new(own))))
     }
 
     /// Returns the positions of a call's tokens that are at one of the positions; None for a member of a
@@ -286,7 +328,25 @@ impl Masks {
     pub fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
         match self {
             Self::Tokens(tokens) => tokens.positions(py, at),
-            Self::Rows(_) => Ok(None),
+            Self::Rows(_) | Self::Padded(_) => Ok(None),
+        }
+    }
+
+    /// Returns those at one of the positions as places among the member's tokens; `own`: see `chosen`.
+    pub fn token_places(
+        &self,
+        py: Python<'_>,
+        at: usize,
+        own: Option<&OwnRows>,
+    ) -> PyResult<Vec<TokenPlace>> {
+        match (self, own) {
+            (Self::Rows(rows), Some(own)) => Ok(own.among(&rows.places[at])),
+            (Self::Rows(rows), None) => Ok(in_tensors(&rows.places[at])),
+            (Self::Padded(tokens), None | Some(OwnRows::Matrix)) => Ok(tokens.places[at].clone()),
+            _ => match self.chosen(py, at, own)? {
+                Chosen::Nothing => Ok(Vec::new()),
+                Chosen::At(mask) => mask.places(py),
+            },
         }
     }
 
@@ -295,6 +355,10 @@ impl Masks {
         match self {
             Self::Tokens(tokens) => tokens.prompts(py),
             Self::Rows(rows) => Ok(rows.prompt.map(|prompt| Arc::from([prompt]))),
+            Self::Padded(tokens) => {
+                let prompts = &tokens.prompts;
+                Ok((!prompts.is_empty()).then(|| Arc::clone(prompts)))
+            }
         }
     }
 
@@ -303,7 +367,7 @@ impl Masks {
     pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
         match self {
             Self::Rows(rows) => Some(&rows.places[at]),
-            Self::Tokens(_) => None,
+            Self::Tokens(_) | Self::Padded(_) => None,
         }
     }
 }
@@ -372,7 +436,8 @@ impl PlacesOfRows {
                 OwnRows::Matrix => (self.count, 0),
             };
             let places = own.among(places);
-            let mask = (!places.is_empty()).then(|| Mask::of_rows(py, &places, count, dim));
+            let shape = of_dim(count, dim);
+            let mask = (!places.is_empty()).then(|| Mask::of_places(py, &places, &shape));
             return Ok(mask.transpose()?.map(Arc::new));
         }
         if places.is_empty() {
@@ -381,8 +446,29 @@ impl PlacesOfRows {
         if let Some(mask) = self.masks[at].get() {
             return Ok(Some(Arc::clone(mask)));
         }
-        let mask = Mask::of_rows(py, &in_tensors(places), self.count, self.dim)?;
+        let shape = of_dim(self.count, self.dim);
+        let mask = Mask::of_places(py, &in_tensors(places), &shape)?;
         let mask = self.masks[at].get_or_init(|| Arc::new(mask));
         Ok(Some(Arc::clone(mask)))
+    }
+}
+
+/// Shape of a mask of the rows in a dimension.
+fn of_dim(count: usize, dim: usize) -> Vec<usize> {
+    std::iter::repeat_n(1, dim).chain([count]).collect()
+}
+
+impl PlacesOfTokens {
+    fn chosen(&self, py: Python<'_>, at: usize) -> PyResult<Chosen> {
+        let places = &self.places[at];
+        if places.is_empty() {
+            return Ok(Chosen::Nothing);
+        }
+        if let Some(mask) = self.masks[at].get() {
+            return Ok(Chosen::At(Arc::clone(mask)));
+        }
+        let mask = Mask::of_places(py, places, &self.shape)?;
+        let mask = self.masks[at].get_or_init(|| Arc::new(mask));
+        Ok(Chosen::At(Arc::clone(mask)))
     }
 }

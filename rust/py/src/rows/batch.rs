@@ -25,7 +25,9 @@ use crate::rows::matrix::{CallArguments, Padded};
 use crate::rows::member::{Member, RowOwners};
 use crate::rows::membership::Membership;
 use crate::rows::numbers::{BatchRows, Selections, length};
-use crate::rows::places::{MemberPlace, OwnRows, Position, TokenDims, TokenPositions, in_tensors};
+use crate::rows::places::{
+    MemberPlace, OwnRows, Position, TokenDims, TokenPositions, Tokens, in_tensors,
+};
 use crate::rows::positions::Positions;
 use crate::torch::copies;
 use crate::torch::tensors::any_tensor;
@@ -194,7 +196,7 @@ impl BatchBase {
     }
 
     /// Gives the members the lengths of their prompts, and finds the tokens of each at the positions
-    /// of its plan, for the calls from now on. Python does so for padded rows.
+    /// of its plan, for the calls from now on.
     #[pyo3(name = "_place")]
     fn place(&self, py: Python<'_>) -> PyResult<()> {
         let positions = self.positions.lock().clone();
@@ -380,8 +382,7 @@ impl BatchBase {
             if SITES.load(Ordering::Relaxed) > 0 {
                 slf.call_method0(intern!(py, "_begin_service"))?;
             }
-            let in_sites = this.in_sites.load(Ordering::Acquire);
-            if in_sites || this.columns().is_some() {
+            if this.in_sites.load(Ordering::Acquire) {
                 slf.call_method0(intern!(py, "_moved"))?;
             } else {
                 this.place(py)?;
@@ -569,6 +570,14 @@ impl BatchBase {
             },
             _ => found,
         })
+    }
+
+    /// Returns a member's tokens in the tensors of a module.
+    pub fn tokens_of(&self, layout: &Layout, member: usize) -> Tokens {
+        Tokens {
+            positions: self.positions_of(layout, member),
+            own: layout.own_rows(member).cloned(),
+        }
     }
 
     /// Selections of the rows in a module's tensors; None if it has its own row layout.

@@ -4,7 +4,6 @@ use std::sync::OnceLock;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::error::hook_type_error;
 use crate::rows::matrix::{CallArguments, Padded};
@@ -57,25 +56,19 @@ impl Mask {
         }))
     }
 
-    /// Makes the mask of some of the `count` rows of a dimension.
-    pub fn of_rows(
-        py: Python<'_>,
-        rows: &[TokenPlace],
-        count: usize,
-        dim: usize,
-    ) -> PyResult<Self> {
-        let mut bools = vec![false; count];
-        for row in rows {
-            bools[row.0] = true;
+    /// Makes the mask of some of the tokens that a shape has, in the order of memory.
+    pub fn of_places(py: Python<'_>, places: &[TokenPlace], shape: &[usize]) -> PyResult<Self> {
+        let mut bools = vec![false; shape.iter().product()];
+        for place in places {
+            bools[place.0] = true;
         }
-        let torch = py.import(intern!(py, "torch"))?;
-        let options = PyDict::new(py);
-        options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "bool"))?)?;
-        let mut shape = vec![1; dim];
-        shape.push(count);
-        let mask = torch.call_method(intern!(py, "tensor"), (bools,), Some(&options))?;
-        let mask = mask.call_method1(intern!(py, "reshape"), (shape,))?;
-        Ok(Self::of(&mask))
+        let all = places.len() == bools.len();
+        let mask = tensor_of(py, bools)?;
+        let mask = mask.call_method1(intern!(py, "reshape"), (shape.to_vec(),))?;
+        Ok(Self {
+            all,
+            ..Self::of(&mask)
+        })
     }
 
     /// Returns the mask of other rows, of one dimension: those with these places among its own.
@@ -87,7 +80,10 @@ impl Mask {
     /// Returns the mask of the tokens as the rows of a matrix.
     pub fn flat(&self, py: Python<'_>) -> PyResult<Self> {
         let bools = self.bools.bind(py);
-        Ok(Self::of(&bools.call_method0(intern!(py, "flatten"))?))
+        Ok(Self {
+            all: self.all,
+            ..Self::of(&bools.call_method0(intern!(py, "flatten"))?)
+        })
     }
 
     /// Places of the tokens, as a tensor where the mask is, or on the host.
@@ -101,6 +97,10 @@ impl Mask {
 
     /// Returns the places of the tokens.
     pub fn places(&self, py: Python<'_>) -> PyResult<Vec<TokenPlace>> {
+        if self.all {
+            let count = self.bools.bind(py).call_method0(intern!(py, "numel"))?;
+            return Ok((0..count.extract()?).map(TokenPlace).collect());
+        }
         let places = self.nonzero(py)?;
         let places: Vec<usize> = places.call_method0(intern!(py, "tolist"))?.extract()?;
         Ok(places.into_iter().map(TokenPlace).collect())
@@ -199,14 +199,14 @@ impl Mask {
         broadcast(spread, x, dims)
     }
 
-    /// Returns the mask of the tokens, in order, for which `acts` is true; None if the host
-    /// knows that there are none.
-    pub fn refined(&self, acts: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
-        let py = acts.py();
+    /// Returns the mask of those of its tokens, in order, for which `acts` is true: at least one and
+    /// not all.
+    pub fn refined(&self, py: Python<'_>, acts: Vec<bool>) -> PyResult<Self> {
         let bools = self.bools.bind(py);
-        let acts =
-            acts.call_method1(intern!(py, "to"), (bools.getattr(intern!(py, "device"))?,))?;
-        Self::of_any(&bools.call_method1(intern!(py, "masked_scatter"), (bools, acts))?)
+        let device = bools.getattr(intern!(py, "device"))?;
+        let acts = tensor_of(py, acts)?.call_method1(intern!(py, "to"), (device,))?;
+        let refined = bools.call_method1(intern!(py, "masked_scatter"), (bools, acts))?;
+        Ok(Self::of(&refined))
     }
 
     /// Returns how many leading dimensions of a tensor index tokens: the mask's own, or one for a
@@ -267,4 +267,10 @@ fn broadcast<'py>(
         shaped = shaped.call_method1(intern!(py, "unsqueeze"), (-1,))?;
     }
     Ok(shaped)
+}
+
+/// Makes a tensor of bools on the host, at least one.
+pub fn tensor_of(py: Python<'_>, bools: Vec<bool>) -> PyResult<Bound<'_, PyAny>> {
+    let torch = py.import(intern!(py, "torch"))?;
+    torch.call_method1(intern!(py, "tensor"), (bools,))
 }

@@ -37,8 +37,8 @@ impl Positions {
         }
     }
 
-    /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan, if
-    /// its rows are single tokens. A function of `at` that raises fails the member alone.
+    /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan. A
+    /// function of `at` that raises fails the member alone.
     pub fn place(
         &self,
         py: Python<'_>,
@@ -50,22 +50,30 @@ impl Positions {
         if let Some(lengths) = &self.prompts[number] {
             Membership::set_prompts(frame, Arc::clone(lengths));
         }
-        let ats = PlanPositions::of(frame);
-        let Some(ats) = ats.filter(|_| self.columns.is_none() && !frame.failed()) else {
+        let Some(ats) = PlanPositions::of(frame).filter(|_| !frame.failed()) else {
             return Ok(());
         };
-        let prompt = match *Membership::prompts(frame) {
-            [] => None,
-            [length] => Some(length),
-            _ => {
-                let message = "a request whose rows are single tokens has one prompt: lengths \
-                               must have one int for it";
-                return Err(rows_error(py, message));
-            }
-        };
+        let prompts = Membership::prompts(frame);
+        let rows = self.columns.map_or(1, |_| member.rows.len());
+        if !(prompts.len() <= 1 || prompts.len() == rows) {
+            let message = if self.columns.is_some() {
+                let found = prompts.len();
+                format!("lengths has {found} prompts for a request with {rows} rows")
+            } else {
+                "a request whose rows are single tokens has one prompt: lengths must have one int \
+                 for it"
+                    .to_owned()
+            };
+            return Err(rows_error(py, message));
+        }
+        let prompt = prompts.first().copied();
         ats.check(py, prompt)?;
         let own = self.of(number, member);
-        match Masks::of_rows(py, ats, &own, prompt, dim) {
+        let masks = match self.columns {
+            None => Masks::of_rows(py, ats, &own, prompt, dim),
+            Some(columns) => Masks::of_padded(py, ats, &own, columns.max(1), prompts),
+        };
+        match masks {
             Ok(masks) => Membership::set_masks(frame, Some(masks)),
             Err(error) => member.fail_with(py, error)?,
         }

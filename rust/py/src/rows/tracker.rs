@@ -8,11 +8,12 @@ use pyo3::types::PyTuple;
 
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
-use crate::hooks::native::Turn;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::mask::Mask;
 use crate::rows::membership::{MemberCall, Membership};
-use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
+use crate::rows::places::{
+    MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens,
+};
 
 /// Frame that knows the tokens at some positions in the running calls of a model: a request of a
 /// plan, or the tracker of a hook or a capture with positions, which is never entered.
@@ -75,8 +76,9 @@ impl TokenTracker {
 
 /// Tokens of a call at some positions.
 pub struct TokensAt {
-    pub mask: Arc<Mask>,
-    pub positions: TokenPositions,
+    positions: TokenPositions,
+    /// Their places among the tokens of the member of a batch; None outside of batches.
+    pub places: Option<Vec<TokenPlace>>,
     /// Length of the prompt of each row, or one for all; None if they are not known.
     prompts: Option<Arc<[i64]>>,
 }
@@ -117,15 +119,15 @@ impl TokenTracker {
     /// Returns the tokens at one of the positions; `own`: the rows of the value, where they differ
     /// from the rows of the batch.
     pub fn chosen(slf: &Bound<'_, Self>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
-        let py = slf.py();
-        let Some(masks) = Membership::masks(slf.as_super().get()) else {
-            return Err(hook_error(
-                py,
-                "the positions of this call are not known: call the model that at= was given for, \
-                 not a part of it",
-            ));
-        };
-        masks.chosen(py, at, own)
+        Self::masks(slf)?.chosen(slf.py(), at, own)
+    }
+
+    fn masks(slf: &Bound<'_, Self>) -> PyResult<Arc<Masks>> {
+        Membership::masks(slf.as_super().get()).ok_or_else(|| {
+            let message = "the positions of this call are not known: call the model that at= was \
+                           given for, not a part of it";
+            hook_error(slf.py(), message)
+        })
     }
 
     /// Returns the positions of the running call's tokens that are at one of the positions.
@@ -134,40 +136,38 @@ impl TokenTracker {
         masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
     }
 
-    /// Returns the tokens of a turn at one of the positions, with their positions; None if there
-    /// are none.
+    /// Returns the tokens at one of the positions, with their positions; None if there are none.
+    /// `tokens`: of a member of a batch; `describe`: describes the hook, for errors.
     pub fn tokens_at(
         slf: &Bound<'_, Self>,
         at: usize,
-        turn: &Turn<'_, '_>,
+        tokens: Option<&Tokens>,
+        describe: &dyn Fn() -> String,
     ) -> PyResult<Option<TokensAt>> {
         let py = slf.py();
-        let part = Tokens::of(turn);
-        let own = part.and_then(|it| it.own.as_ref());
-        let mask = match Self::chosen(slf, at, own)? {
-            Chosen::Nothing => return Ok(None),
-            Chosen::At(mask) => mask,
-        };
-        let positions = match part.and_then(|it| it.positions.as_ref()) {
-            Some(all) => all.at(&mask.places(py)?, 0),
-            None => Self::positions_at(slf, at)?,
+        let (places, positions) = if let Some(tokens) = tokens
+            && let Some(all) = &tokens.positions
+        {
+            let places = Self::masks(slf)?.token_places(py, at, tokens.own.as_ref())?;
+            let positions = all.at(&places, 0);
+            (Some(places), positions)
+        } else {
+            if matches!(Self::chosen(slf, at, None)?, Chosen::Nothing) {
+                return Ok(None);
+            }
+            (None, Self::positions_at(slf, at)?)
         };
         let Some(positions) = positions else {
-            return Err(hook_error(
-                py,
-                format!(
-                    "{}: the positions of its tokens are not known",
-                    (turn.describe)()
-                ),
-            ));
+            let message = format!("{}: the positions of its tokens are not known", describe());
+            return Err(hook_error(py, message));
         };
         if positions.values.is_empty() {
             return Ok(None);
         }
         let prompts = Self::prompts(slf)?;
         Ok(Some(TokensAt {
-            mask,
             positions,
+            places,
             prompts,
         }))
     }

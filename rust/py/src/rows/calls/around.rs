@@ -240,10 +240,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     fn tokens(&self, number: usize) -> Tokens {
-        Tokens {
-            positions: self.batch.positions_of(self.layout, number),
-            own: self.layout.own_rows(number).cloned(),
-        }
+        self.batch.tokens_of(self.layout, number)
     }
 
     /// Makes the call as the hooks of a member see it.

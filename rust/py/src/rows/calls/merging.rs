@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use ferrohook_core::Phase;
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use pyo3::exceptions::{PyIndexError, PyNotImplementedError, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::pyclass::boolean_struct::True;
@@ -14,7 +14,8 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::{Extension, Native, NativeHook};
 use crate::rows::layout::Layout;
 use crate::rows::numbers::{Rows, Selection, Selections};
-use crate::rows::places::{MemberPlace, TokenPositions};
+use crate::rows::places::{MemberPlace, TokenPositions, Tokens};
+use crate::torch::tensors::{any_tensor, part_of, summed, tensors_of};
 
 /// Index of the plan's positions, and the places of their rows in the member; None for all rows.
 pub type Places = Option<(usize, Vec<MemberPlace>)>;
@@ -74,6 +75,24 @@ pub fn same_part(
     }
 }
 
+/// Returns the part of a value of a whole batch that an index, key or attribute names: tensors of the
+/// value, or a sum of them. Raises for an index of a tensor, which counts the rows of each member.
+pub fn whole_part_of<'py>(
+    value: &Bound<'py, PyAny>,
+    named: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let part = part_of(value, named)?;
+    if summed(value, named).is_some() {
+        return Ok(part);
+    }
+    let known = tensors_of(value)?;
+    let mut indexed = |tensor: &Bound<'_, PyAny>| Ok(!known.iter().any(|each| each.is(tensor)));
+    if any_tensor(&part, &mut indexed)? {
+        return Err(PyIndexError::new_err("an index of a tensor"));
+    }
+    Ok(part)
+}
+
 /// Finds the rows of some parts together.
 pub struct Select<'a>(
     /// None if the module has its own row layout.
@@ -98,6 +117,8 @@ pub struct SharedValue<'a, 'py> {
     pub written: bool,
     /// Returns a part's member.
     pub owner: &'a dyn Fn(usize) -> Bound<'py, PyAny>,
+    /// Returns the tokens of a part's member.
+    pub tokens: &'a dyn Fn(usize) -> Tokens,
     /// Returns the positions of a part's tokens, if known.
     pub positions: &'a dyn Fn(usize) -> Option<TokenPositions>,
     /// Describes hook, phase and module of a part, for errors.

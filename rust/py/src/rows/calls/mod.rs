@@ -2,6 +2,7 @@
 
 pub mod around;
 pub mod hooks;
+pub mod joined_tokens;
 mod memory;
 pub mod merging;
 pub mod program;

@@ -185,6 +185,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                     let frame = &self.batch.all()[running[part].member].frame;
                     frame.bind(py).clone().into_any()
                 },
+                tokens: &|part| self.batch.tokens_of(self.layout, running[part].member),
                 positions: &|part| self.positions(running[part]),
                 describe: &|part| (self.describe)(&running[part].entry),
             };

@@ -1,0 +1,394 @@
+//! `MaskedHook`: a hook at chosen positions, under a condition or with a strength.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::cpython::invoke;
+use crate::cpython::once::Once;
+use crate::effects::intervention::{InterventionBase, Strength, lerp};
+use crate::effects::together::{InterventionGroup, JointInterventions};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::rows::at::Chosen;
+use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
+use crate::rows::calls::merging::{
+    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
+};
+use crate::rows::mask::{Mask, tensor_of};
+use crate::rows::matrix::CallArguments;
+use crate::rows::places::Tokens;
+use crate::rows::tracker::TokenTracker;
+use crate::torch;
+
+/// Hook at some positions, under a condition or with a strength: an intervention, or a forward hook of
+/// PyTorch's contract, whose result replaces the output there.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct MaskedHook {
+    hook: Py<PyAny>,
+    /// True for an intervention.
+    intervenes: bool,
+    /// Index of the positions in the plan or the tracker; None for all tokens, wherever they are.
+    mask: Option<usize>,
+    /// None in a plan, whose requests are trackers.
+    tracker: Option<Py<TokenTracker>>,
+    /// Chooses among the tokens at the positions: called with the request and the tokens, it returns for
+    /// each whether the hook changes it, and a tensor of strengths if these follow a gate.
+    condition: Option<Py<PyAny>>,
+    /// Strength without a condition.
+    strength: Option<Py<PyAny>>,
+}
+
+#[pymethods]
+impl MaskedHook {
+    #[new]
+    #[pyo3(signature = (hook, mask, tracker = None, *, condition = None, strength = None))]
+    fn new(
+        hook: Bound<'_, PyAny>,
+        mask: Option<usize>,
+        tracker: Option<Py<TokenTracker>>,
+        condition: Option<Py<PyAny>>,
+        strength: Option<Py<PyAny>>,
+    ) -> (Self, NativeHook) {
+        let masked = Self {
+            intervenes: hook.is_instance_of::<InterventionBase>(),
+            hook: hook.unbind(),
+            mask,
+            tracker,
+            condition,
+            strength,
+        };
+        (masked, NativeHook::of::<Self>())
+    }
+
+    /// The hook that the user registered.
+    #[getter]
+    fn hook(&self, py: Python<'_>) -> Py<PyAny> {
+        self.hook.clone_ref(py)
+    }
+
+    /// A copy of a module shares it.
+    fn __deepcopy__(slf: Py<Self>, _memo: Bound<'_, PyAny>) -> Py<Self> {
+        slf
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.hook)?;
+        visit.call(&self.tracker)?;
+        visit.call(&self.condition)?;
+        visit.call(&self.strength)
+    }
+}
+
+/// Where a hook changes a value, and how much.
+struct Extent<'a, 'py> {
+    /// None: everywhere.
+    mask: Option<Arc<Mask>>,
+    strength: Option<Strength<'a, 'py>>,
+}
+
+impl MaskedHook {
+    /// Returns where it changes the value of a turn; None if nowhere.
+    fn extent<'a, 'py>(&self, turn: &'a Turn<'_, 'py>) -> PyResult<Option<Extent<'a, 'py>>> {
+        let py = turn.module.py();
+        let number = self.strength.as_ref();
+        let strength = number.map(|it| Strength::Number(it.bind(py).clone()));
+        let Some(at) = self.mask else {
+            let mask = None;
+            return Ok(Some(Extent { mask, strength }));
+        };
+        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
+        let tokens = Tokens::of(turn);
+        let own = tokens.and_then(|it| it.own.as_ref());
+        let Chosen::At(mask) = TokenTracker::chosen(tracker, at, own)? else {
+            return Ok(None);
+        };
+        let Some(condition) = &self.condition else {
+            let mask = Some(mask);
+            return Ok(Some(Extent { mask, strength }));
+        };
+        let Some(found) = TokenTracker::tokens_at(tracker, at, tokens, turn.describe)? else {
+            return Ok(None);
+        };
+        let arguments = (tracker, found.for_python(py)?);
+        let chosen = condition.bind(py).call1(arguments)?;
+        let (acts, strengths): (Vec<bool>, Option<Bound<'py, PyAny>>) = chosen.extract()?;
+        if !acts.contains(&true) {
+            return Ok(None);
+        }
+        let refined = if acts.contains(&false) {
+            Arc::new(mask.refined(py, acts)?)
+        } else {
+            Arc::clone(&mask)
+        };
+        let of_tokens = |numbers| Strength::OfTokens(mask, numbers, CallArguments::of(turn));
+        Ok(Some(Extent {
+            mask: Some(refined),
+            strength: strengths.map(of_tokens).or(strength),
+        }))
+    }
+}
+
+impl Native for MaskedHook {
+    fn native_in(&self, phase: Phase) -> bool {
+        phase == Phase::Forward || (phase == Phase::ForwardPre && self.intervenes)
+    }
+
+    fn changes(&self) -> bool {
+        true
+    }
+
+    fn runs_python(&self) -> bool {
+        !self.intervenes
+    }
+
+    fn state_of<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        Some(self.tracker.as_ref()?.bind(py).clone().into_any())
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
+        let Some(Extent { mask, strength }) = self.extent(turn)? else {
+            return Ok(None);
+        };
+        let (mask, strength) = (mask.as_deref(), strength.as_ref());
+        let hook = self.hook.bind(py);
+        if let Ok(intervention) = hook.cast::<InterventionBase>() {
+            return InterventionBase::run_masked(intervention, turn, mask, strength);
+        }
+        let mut result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
+        if result.is_none() {
+            return Ok(None);
+        }
+        if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
+            return Err(turn.type_error(
+                "with at=, when= or strength=, it must return a tensor",
+                &result,
+            ));
+        }
+        if let Some(strength) = strength {
+            result = strength.blend(turn.describe, &result, turn.value)?;
+        }
+        let Some(mask) = mask else {
+            return Ok(Some(result));
+        };
+        let call = Some(CallArguments::of(turn));
+        mask.merge(turn.describe, &result, turn.value, call)
+            .map(Some)
+    }
+
+    fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+        self.hook.bind(object.py()).clone()
+    }
+
+    // A graph does not know the positions of the calls that will run it.
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(Some(Traced {
+            faithful: false,
+            ..Traced::plain(object.clone(), false)
+        }))
+    }
+}
+
+impl InBatch for MaskedHook {
+    fn merges<'py>(
+        &self,
+        object: &Bound<'py, PyAny>,
+        phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        let py = object.py();
+        let Ok(intervention) = self.hook.bind(py).cast::<InterventionBase>() else {
+            return Ok(None);
+        };
+        let Some(merging) = intervention.get().merges(intervention, phase, owner)? else {
+            return Ok(None);
+        };
+        let plain = self.condition.is_none() && self.strength.is_none();
+        if let Some(at) = self.mask.filter(|_| plain) {
+            let tracker = TokenTracker::of(py, self.tracker.as_ref(), Some(owner))?;
+            if let Some(places) = TokenTracker::places(tracker, at) {
+                let at = Some((at, places));
+                return Ok(Some(Merging { at, ..merging }));
+            }
+        }
+        let of_plan = self.tracker.is_none() && positioned(owner)?;
+        Ok(of_plan.then(|| Merging {
+            hook: object.clone().unbind(),
+            ..merging
+        }))
+    }
+
+    fn check_parts<'py>(
+        &self,
+        parts: &[MergedPart<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let inner = interventions(parts)?;
+        let inner = as_parts(parts, &inner);
+        inner[0].hook.cast::<InterventionBase>()?.get().check_parts(&inner, value)
+    }
+
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        let inner = interventions(parts)?;
+        let groups = JointInterventions::of(&as_parts(parts, &inner), select)?.0;
+        let groups = groups.into_iter().map(|group| ConditionalGroup::of(parts, group));
+        Ok(Box::new(JointConditional(groups.collect::<PyResult<_>>()?)))
+    }
+}
+
+/// Interventions of merged hooks.
+fn interventions<'py>(parts: &[MergedPart<'_, 'py>]) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let hooks = parts.iter().map(|part| {
+        let masked = part.hook.cast::<MaskedHook>()?;
+        Ok(masked.get().hook.bind(masked.py()).clone())
+    });
+    hooks.collect()
+}
+
+/// The same parts with other hooks.
+fn as_parts<'a, 'py>(
+    parts: &'a [MergedPart<'a, 'py>],
+    hooks: &'a [Bound<'py, PyAny>],
+) -> Vec<MergedPart<'a, 'py>> {
+    let pairs = parts.iter().zip(hooks);
+    pairs
+        .map(|(part, hook)| MergedPart {
+            hook,
+            rows: Cow::Borrowed(&*part.rows),
+            ..*part
+        })
+        .collect()
+}
+
+/// Interventions of some members under conditions or with strengths.
+struct JointConditional(Vec<ConditionalGroup>);
+
+/// Interventions of one kind.
+struct ConditionalGroup {
+    interventions: InterventionGroup,
+    hooks: Vec<Py<MaskedHook>>,
+    parts: Vec<TokenPart>,
+}
+
+impl ConditionalGroup {
+    fn of(parts: &[MergedPart<'_, '_>], interventions: InterventionGroup) -> PyResult<Self> {
+        let mut hooks = Vec::new();
+        let mut tokens = Vec::new();
+        for number in &interventions.parts {
+            let hook = parts[*number].hook.cast::<MaskedHook>()?;
+            tokens.push(TokenPart {
+                number: *number,
+                rows: parts[*number].rows.len(),
+                at: hook.get().mask,
+            });
+            hooks.push(hook.clone().unbind());
+        }
+        Ok(Self {
+            interventions,
+            hooks,
+            parts: tokens,
+        })
+    }
+
+    /// Returns where the hooks act, and how much; None if nowhere. `failed` takes the errors of parts.
+    fn decide<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        failed: &mut Vec<(usize, PyErr)>,
+    ) -> PyResult<Option<Blend<'py>>> {
+        let py = shared.value.py();
+        let tokens = JoinedTokens::of(shared, &self.parts, failed)?;
+        let hooks = tokens.parts.iter().map(|(place, owner, given)| {
+            let hook = self.hooks[*place].get();
+            (&hook.condition, &hook.strength, owner, given)
+        });
+        let hooks: Vec<_> = hooks.collect();
+        let (mut acts, mut strengths) = (vec![true; tokens.len()], None);
+        if !hooks.iter().all(|(condition, strength, ..)| condition.is_none() && strength.is_none()) {
+            let decided = decide(py)?.call1((hooks,))?;
+            let errors: Vec<_>;
+            (acts, strengths, errors) = decided.extract()?;
+            failed.extend(tokens.failures(&self.parts, errors));
+        }
+        if !acts.contains(&true) {
+            return Ok(None);
+        }
+        let all = acts.len() == tokens.count && !acts.contains(&false);
+        Ok(Some(Blend {
+            acts: (!all).then(|| tensor_of(py, acts)).transpose()?,
+            strengths,
+            tokens,
+        }))
+    }
+}
+
+impl Joint for JointConditional {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
+        let mut merged = MergedResult::default();
+        for group in &self.0 {
+            let Some(blend) = group.decide(shared, &mut merged.failed)? else {
+                continue;
+            };
+            let now = merged.value.as_ref().unwrap_or(shared.value);
+            let blend = |changed: &_, x: &_| blend.of(changed, x);
+            merged.value = Some(group.interventions.run(shared, now, Some(&blend))?);
+        }
+        Ok(merged)
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for group in &self.0 {
+            group.interventions.traverse(visit)?;
+            for hook in &group.hooks {
+                visit.call(hook)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How much of a change is made, token by token.
+struct Blend<'py> {
+    tokens: JoinedTokens<'py>,
+    /// Tensor of bools, true for tokens that are changed; None: all are.
+    acts: Option<Bound<'py, PyAny>>,
+    /// Tensor with the strength of each token; None: all the way.
+    strengths: Option<Bound<'py, PyAny>>,
+}
+
+impl<'py> Blend<'py> {
+    fn of(
+        &self,
+        changed: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let mut blended = changed.clone();
+        if let Some(strengths) = &self.strengths {
+            blended = lerp(&blended, x, self.tokens.spread(strengths, x)?)?;
+        }
+        if let Some(acts) = &self.acts {
+            let acts = self.tokens.spread(acts, x)?;
+            blended = blended.call_method1(intern!(py, "where"), (acts, x))?;
+        }
+        Ok(blended)
+    }
+}
+
+/// Python's function that decides for many hooks at once.
+fn decide(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static DECIDE: Once<Py<PyAny>> = Once::new();
+    let found = DECIDE.get_or_try_init(py, || {
+        let module = py.import("ferrohook.gates.hooks")?;
+        Ok::<_, PyErr>(module.getattr("decide_together")?.unbind())
+    })?;
+    Ok(found.bind(py))
+}

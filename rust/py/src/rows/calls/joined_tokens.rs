@@ -1,0 +1,177 @@
+//! Tokens of many members of a batch at the positions of their plans.
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::rows::calls::merging::SharedValue;
+use crate::rows::membership::Membership;
+use crate::rows::numbers::{Index, Selection};
+use crate::rows::places::TokenDims;
+use crate::rows::tracker::TokenTracker;
+
+/// True if the batch of a member, its request, knows the positions of its tokens.
+pub fn positioned(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let tracker = TokenTracker::of(owner.py(), None, Some(owner))?;
+    Ok(Membership::positioned(tracker.as_super().get()))
+}
+
+/// Part of a shared value whose tokens are wanted.
+pub struct TokenPart {
+    /// Number of the part.
+    pub number: usize,
+    /// Number of its rows.
+    pub rows: usize,
+    /// Index of the positions in its plan; None for all tokens, whose positions are not needed.
+    pub at: Option<usize>,
+}
+
+/// Tokens at positions of some parts. All tokens of the parts are counted one part after the other.
+pub struct JoinedTokens<'py> {
+    /// The parts that have some: places among those that were asked for, members, and tokens for Python.
+    pub parts: Vec<(usize, Bound<'py, PyAny>, Bound<'py, PyTuple>)>,
+    /// Place of each token among all.
+    places: Vec<usize>,
+    /// Number of all tokens.
+    pub count: usize,
+    /// Number of columns of padded rows; None if a row is a token.
+    columns: Option<usize>,
+    dim: usize,
+}
+
+impl<'py> JoinedTokens<'py> {
+    /// Finds the tokens; `failed` takes the errors of parts. Raises unless the batch knows positions.
+    pub fn of(
+        shared: &SharedValue<'_, 'py>,
+        asked: &[TokenPart],
+        failed: &mut Vec<(usize, PyErr)>,
+    ) -> PyResult<Self> {
+        let py = shared.value.py();
+        let mut joined = Self {
+            parts: Vec::with_capacity(asked.len()),
+            places: Vec::with_capacity(asked.len()),
+            count: 0,
+            columns: None,
+            dim: shared.layout.dim,
+        };
+        for (place, part) in asked.iter().enumerate() {
+            let tokens = (shared.tokens)(part.number);
+            let Some(positions) = &tokens.positions else {
+                let message = "hooks on gates merge where the batch knows its positions";
+                return Err(PyTypeError::new_err(message));
+            };
+            joined.columns = match positions.dims {
+                TokenDims::Rows(_) => None,
+                TokenDims::Padded(rows) => Some(positions.values.len() / rows.max(1)),
+            };
+            let count = part.rows * joined.columns.unwrap_or(1);
+            let owner = (shared.owner)(part.number);
+            if let Some(at) = part.at {
+                let tracker = TokenTracker::of(py, None, Some(&owner))?;
+                let describe = || (shared.describe)(part.number);
+                match TokenTracker::tokens_at(tracker, at, Some(&tokens), &describe) {
+                    Err(error) => failed.push((part.number, error)),
+                    Ok(None) => {}
+                    Ok(Some(found)) => {
+                        let of_part = found.places.iter().flatten();
+                        joined.places.extend(of_part.map(|it| joined.count + it.0));
+                        let given = found.for_python(py)?;
+                        joined.parts.push((place, owner, given));
+                    }
+                }
+            } else {
+                joined.places.extend(joined.count..joined.count + count);
+                let given = (vec![0; count], Vec::<i64>::new(), 0, None::<usize>);
+                joined.parts.push((place, owner, given.into_pyobject(py)?));
+            }
+            joined.count += count;
+        }
+        Ok(joined)
+    }
+
+    /// Returns the errors that Python found for the parts, None for a part without one. `asked`: the
+    /// parts that were asked for.
+    pub fn failures(
+        &self,
+        asked: &[TokenPart],
+        errors: Vec<Option<Bound<'py, PyAny>>>,
+    ) -> impl Iterator<Item = (usize, PyErr)> {
+        let pairs = self.parts.iter().zip(errors);
+        pairs.filter_map(|((place, ..), error)| {
+            Some((asked[*place].number, PyErr::from_value(error?)))
+        })
+    }
+
+    /// Number of the tokens.
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    fn has_all(&self) -> bool {
+        self.places.len() == self.count
+    }
+
+    /// Returns how many leading dimensions of a tensor of the parts' rows index tokens. Raises if they
+    /// are not found there.
+    fn dims_of(&self, x: &Bound<'py, PyAny>) -> PyResult<usize> {
+        let py = x.py();
+        let shape: Vec<usize> = x.getattr(intern!(py, "shape"))?.extract()?;
+        let found = match self.columns {
+            Some(columns) => shape.get(1) == Some(&columns),
+            None => shape[..self.dim].iter().all(|length| *length == 1),
+        };
+        let dims = self.dim + 1 + usize::from(self.columns.is_some());
+        if !found || shape.len() < dims || shape[..dims].iter().product::<usize>() != self.count {
+            let message = "the tokens are not found in the dimensions of this tensor";
+            return Err(PyTypeError::new_err(message));
+        }
+        Ok(dims)
+    }
+
+    /// Takes the tokens of a tensor, of which `selection` has the parts' rows: a dimension in place of
+    /// those that index tokens.
+    pub fn take(
+        &self,
+        x: &Bound<'py, PyAny>,
+        selection: &Selection,
+        size: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let mut rows = x.clone();
+        if !selection.rows.all(size) {
+            rows = selection.rows.narrow(x, self.dim)?;
+        }
+        let dims = self.dims_of(&rows)?;
+        let flat = match dims {
+            1 => rows,
+            _ => rows.call_method1(intern!(py, "flatten"), (0, dims - 1))?,
+        };
+        if self.has_all() {
+            return Ok(flat);
+        }
+        let places = Index::of(self.places.clone()).on_device_of(&flat)?;
+        flat.call_method1(intern!(py, "index_select"), (0, places))
+    }
+
+    /// Returns a number for each of all tokens, 0 for those that are not at the positions, in the shape
+    /// in which it broadcasts to a tensor of the parts' rows. `numbers`: of the tokens.
+    pub fn spread(
+        &self,
+        numbers: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let dims = self.dims_of(x)?;
+        let device = x.getattr(intern!(py, "device"))?;
+        let mut all = numbers.call_method1(intern!(py, "to"), (device,))?;
+        if !self.has_all() {
+            let places = Index::of(self.places.clone()).on_device_of(x)?;
+            let zeros = all.call_method1(intern!(py, "new_zeros"), (self.count,))?;
+            all = zeros.call_method1(intern!(py, "index_copy"), (0, places, all))?;
+        }
+        let mut shape: Vec<usize> = x.getattr(intern!(py, "shape"))?.extract()?;
+        shape[dims..].fill(1);
+        all.call_method1(intern!(py, "reshape"), (shape,))
+    }
+}
