@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,88 @@ def add(_module: object, _args: object, output: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gated:
+    """A gate of a plan, and a change that follows it without a jump, as rows differ in rounding."""
+
+    read: int
+    """Layer that it reads."""
+    changed: int
+    """Layer that is changed."""
+    direction: Tensor
+    vector: Tensor
+    over: Any
+    by: Any
+    lag: int
+
+    @classmethod
+    def drawn(
+        cls, rng: random.Random, generator: torch.Generator, layers: int, width: int
+    ) -> Gated:
+        """Draws one."""
+        direction, vector = torch.randn(2, width, generator=generator)
+        over = rng.choice(["token", "so_far", "prompt", fh.window(3), fh.ema(0.7)])
+        by = rng.choice(["max", "mean", "min", "last"])
+        lag = 0 if over == "prompt" else rng.choice([0, 0, 1])
+        changed = rng.randrange(layers)
+        read = rng.randint(0, changed)  # the hooks by hand run all positions at once
+        return cls(read, changed, direction, vector, over, by, lag)
+
+    @property
+    def entries(self) -> list[Any]:
+        """Those of the plan."""
+        options: dict[str, Any] = {"over": self.over, "by": self.by, "lag": self.lag}
+        known = fh.above("g", -1e6)
+        return [
+            fh.gate("g", f"model.layers.{self.read}", fh.Dot(self.direction), **options),
+            fh.on(
+                f"model.layers.{self.changed}",
+                fh.Add(self.vector),
+                when=known,
+                strength=fh.ramp("g", -4.0, 4.0),
+            ),
+            fh.keep("@gate.g"),
+        ]
+
+    def value(self, readings: list[float], position: int, prompt: int) -> float:
+        """The value at a position, in plain Python; NaN where it is unknown."""
+        if self.over == "prompt":
+            if position < prompt - 1:
+                return math.nan
+            position = prompt - 1
+        elif self.lag:
+            if position < prompt:
+                return math.nan
+            position -= 1
+        read = readings[: position + 1]
+        if self.over == fh.ema(0.7):
+            average = read[0]
+            for each in read[1:]:
+                average = 0.7 * average + 0.3 * each
+            return average
+        if self.over == fh.window(3):
+            if len(read) < 3:
+                return math.nan
+            read = read[-3:]
+        if self.over == "token" or self.by == "last":
+            return read[-1]
+        return {"max": max, "min": min, "mean": lambda it: sum(it) / len(it)}[self.by](read)
+
+    def hooks(self, prompt: int, acts: dict[str, Tensor]) -> list[tuple[str, Any]]:
+        """Hooks of PyTorch's on layers, which do the same by hand; `acts` takes the values."""
+
+        def read(_module: Any, _args: Any, output: Tensor) -> None:
+            readings = (output[0] * self.direction).sum(-1).tolist()
+            values = [self.value(readings, at, prompt) for at in range(len(readings))]
+            acts["@gate.g"] = torch.tensor(values)[None]
+
+        def change(_module: Any, _args: Any, output: Tensor) -> Tensor:
+            strengths = ((acts["@gate.g"] + 4) / 8).clamp(0, 1).nan_to_num(0.0)
+            return output + strengths[..., None] * self.vector
+
+        return [(f"model.layers.{self.read}", read), (f"model.layers.{self.changed}", change)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """A request: its prompt, the changes of its plan and the layers that it keeps."""
 
@@ -126,6 +209,12 @@ class Job:
     kept: tuple[str, ...] = ()
     python: str | None = None
     """Module to whose output a Python hook adds."""
+    gated: Gated | None = None
+
+    @property
+    def captures(self) -> bool:
+        """True if its plan captures."""
+        return bool(self.kept or self.gated)
 
     @property
     def plan(self) -> fh.Plan | None:
@@ -135,6 +224,7 @@ class Job:
         ]
         if self.python is not None:
             entries.append(fh.on(self.python, add))
+        entries += [] if self.gated is None else self.gated.entries
         entries += [fh.keep(each) for each in self.kept]
         return fh.Plan(*entries) if entries else None
 
@@ -154,6 +244,8 @@ class Job:
         handles = [hook(f"model.layers.{each.layer}", change(each)) for each in self.changes]
         if self.python is not None:
             handles.append(hook(self.python, add))
+        if self.gated is not None:
+            handles += [hook(*each) for each in self.gated.hooks(len(self.prompt), acts)]
         handles += [hook(name, record(name)) for name in self.kept]
         ids = torch.tensor([[*self.prompt, *text][:-1]])
         with torch.no_grad():
@@ -181,11 +273,10 @@ class Job:
         for name, right in acts.items():
             if name == HEAD:
                 right = behind  # noqa: PLW2901 (the head runs for tokens to come alone)
-            got = output.acts[name].reshape(-1, right.shape[-1])
+            got = output.acts[name].reshape(-1, *right.shape[1:])
             assert got.shape == right.shape, f"{name}: {got.shape} instead of {right.shape}"
-            torch.testing.assert_close(
-                got, right, rtol=tolerance, atol=tolerance * float(right.abs().max())
-            )
+            atol = tolerance * float(right.nan_to_num().abs().max())
+            torch.testing.assert_close(got, right, rtol=tolerance, atol=atol, equal_nan=True)
 
 
 def random_jobs(number: int, seed: int, longest: int = 40) -> list[Job]:

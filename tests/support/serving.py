@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import ferrohook as fh
-from support.engines import Change, Job
+from support.engines import Change, Gated, Job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,8 +83,11 @@ class Answer:
     hook_error: BaseException | None = None
 
 
-def random_jobs(number: int, seed: int, longest: int = 60) -> list[Job]:
-    """Requests of which a third have no plan; every other begins with one of three prefixes."""
+def random_jobs(number: int, seed: int, longest: int = 60, gates: float = 0.0) -> list[Job]:
+    """Requests of which a third have no plan; every other begins with one of three prefixes.
+
+    `gates`: share of the plans that have a gate.
+    """
     rng = random.Random(seed)  # noqa: S311 (tests)
     generator = torch.Generator().manual_seed(seed)
 
@@ -112,7 +115,8 @@ def random_jobs(number: int, seed: int, longest: int = 60) -> list[Job]:
         names = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
         names += ["model.layers.1.mlp", "model.norm"]
         kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
-        jobs.append(Job(prompt, changes, kept))
+        gated = Gated.drawn(rng, generator, LAYERS, WIDTH) if rng.random() < gates else None
+        jobs.append(Job(prompt, changes, kept, gated=gated))
     return jobs
 
 

@@ -222,4 +222,4 @@ def answer_of(found: Mapping[str, Any], job: Job) -> Answer:
     failed = found["finish"]["type"] == "abort"
     if failed:
         return Answer([], {}, found["finish"]["message"])
-    return Answer([*found["tokens"]], activations(found).acts if job.kept else {})
+    return Answer([*found["tokens"]], activations(found).acts if job.captures else {})

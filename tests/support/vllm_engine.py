@@ -141,8 +141,8 @@ def serve(
                 continue
             number = running.pop(output.request_id)
             (text,) = output.outputs
-            kept = jobs[number].kept
-            acts = activations(llm, output).acts if kept else {}
+            captures = jobs[number].captures
+            acts = activations(llm, output).acts if captures else {}
             error = text.finish_reason if text.finish_reason == "error" else None
             answers[number] = Answer([*text.token_ids], acts, error)
     return answers

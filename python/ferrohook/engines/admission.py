@@ -53,9 +53,9 @@ class ReadPlan(NamedTuple):
 
     @property
     def reaches_back(self) -> bool:
-        """True if it captures positions that may be in a cache."""
+        """True if it captures or reads positions that may be in a cache."""
         entries = self.plan.entries
-        return any(isinstance(it, KeepEntry) and _reaches_back(it.at) for it in entries)
+        return any(not isinstance(it, HookEntry) and _reaches_back(it.at) for it in entries)
 
     def __deepcopy__(self, _memo: object) -> ReadPlan:
         return self  # engines copy parameters
@@ -126,7 +126,7 @@ class Admission:
         """
         if not read.changes:
             return None
-        counts = any(needs_prompt(entry.at) for entry in read.changes)
+        counts = any(entry.gates or needs_prompt(entry.at) for entry in read.changes)
         content = json.dumps([of_client, read.digest, prompt_length if counts else None])
         salt = hashlib.blake2b(content.encode(), key=self._secret, digest_size=16).hexdigest()
         return f"{_SALT}{salt}"

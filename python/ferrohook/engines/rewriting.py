@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.engines.model.step_values import check_slice, check_width
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, HookEntry, KeepEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, GATES, BackEnd
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ferrohook.effects.intervention import Intervention
     from ferrohook.engines.model.modules import ModuleTable
 
-_NO_GATES: Final = "this engine evaluates no gates, conditions and strengths"
+_NO_GATES: Final = (
+    "a compiled engine evaluates no gates, conditions and strengths: start it with "
+    "enforce_eager=True"
+)
 _CROSSING: Final = {
-    "gate": _NO_GATES,
-    "strength": _NO_GATES,
-    "when": _NO_GATES,
     "at function": "at= is a function, but plans are sent between processes as JSON",
     "cut rows": (
         "in an engine, slice= of keep must start with ... or slice(None), to keep all tokens"
@@ -35,8 +35,8 @@ _CROSSING: Final = {
     "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-_EAGER: Final = BackEnd(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
-_COMPILED: Final = BackEnd(_KEPT | CHANGES, _CROSSING)
+_EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index"}, _CROSSING)
+_COMPILED: Final = BackEnd(_KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES))
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
@@ -48,14 +48,13 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     Raises:
         ValueError: the plan has a feature that no engine serves; names the entry.
     """
-    entries: list[HookEntry | KeepEntry] = []
+    entries: list[Entry] = []
     names: set[str] = set()
     for number, entry in enumerate(plan.entries):
         try:
-            own = _without_gates(entry, modules)
-            entries += [_tokens_first(each, modules) for each in _rewritten(own, modules)]
+            entries += [_tokens_first(each, modules) for each in _rewritten(entry, modules)]
             if isinstance(entry, KeepEntry):
-                kept = {*map(entry.name_of, modules.selected(entry.what))}
+                kept = {*map(entry.name_of, modules.kept(entry))}
                 _check_names(names & kept)
                 names |= kept
         except ValueError as error:
@@ -66,8 +65,15 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     return Plan(*entries)
 
 
-def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
+def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
+    if isinstance(entry, KeepEntry) and entry.gates:
+        _check(entry, modules)
+        return [entry]
+    if not entry.needs.isdisjoint(GATES):
+        _check(entry, modules)  # before all else
     names, rest = modules.split(entry.what)
+    if isinstance(entry, GateEntry):
+        return [_gate_at(entry, modules)]
     if not names:
         return _at_modules(entry, modules)
     _check(entry, modules)
@@ -77,26 +83,52 @@ def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookE
     return moved
 
 
-def _without_gates(entry: Entry, modules: ModuleTable) -> HookEntry | KeepEntry:
-    """Returns an entry unless it is a gate or depends on one, which is refused before all else."""
-    if not entry.needs.isdisjoint(GATES):
-        _check(entry, modules)
-    return cast("HookEntry | KeepEntry", entry)
+def _gate_at(entry: GateEntry, modules: ModuleTable) -> GateEntry:
+    """Rewrites a gate for the place that it reads.
+
+    Raises:
+        ValueError: the gate does not fit it, or there are several.
+    """
+    found = modules.selected(entry.what)
+    if len(found) > 1:
+        msg = f"gate {entry.gate.name!r} must read one place, got {len(found)}: {[*found][:3]}"
+        raise ValueError(msg)
+    ((name, info),) = found.items()
+    options = dict(entry.options)
+    index = options.get("output_index")
+    if modules.quantity(name) is not None:
+        if options:
+            msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
+            raise ValueError(msg)
+        heads = modules.named.heads.get(split_head(from_lens(name) or name)[0])
+        one = split_head(name)[1] is not None and heads is not None
+        width = heads[1] if one and heads is not None else info.width
+    elif options.get("inputs"):
+        width, _ = info.input(name, index)
+    else:
+        width = info.width if index is None else info.part(name, index)[0]
+        if (meant := info.index(name, index)) is not None:
+            options["output_index"] = meant
+    reading = entry.gate.reading
+    if reading.width not in {None, width}:
+        msg = f"{reading!r} reads vectors of width {reading.width}, but the tensor has {width}"
+        raise ValueError(msg)
+    return dataclasses.replace(entry, what=[name], options=options)
 
 
-def _tokens_first(entry: HookEntry | KeepEntry, modules: ModuleTable) -> HookEntry | KeepEntry:
+def _tokens_first(entry: Entry, modules: ModuleTable) -> Entry:
     """Returns a capture whose `slice` gets the tokens in the first dimension.
 
     It does at positions; without, it gets what the module returns.
     """
-    if modules.dim and entry.at is None and "slice" in entry.options:
+    if isinstance(entry, KeepEntry) and (
+        modules.dim and entry.at is None and "slice" in entry.options
+    ):
         return dataclasses.replace(entry, at=slice(0, None))
     return entry
 
 
-def _at_quantity(
-    entry: HookEntry | KeepEntry, name: str, modules: ModuleTable
-) -> HookEntry | KeepEntry:
+def _at_quantity(entry: HookEntry | KeepEntry, name: str, modules: ModuleTable) -> Entry:
     """Rewrites an entry for one quantity, which the worker's table places.
 
     Raises:
@@ -147,7 +179,7 @@ def _at_quantity(
     return dataclasses.replace(entry, what=[name], hook=hook)
 
 
-def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
+def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Entry]:
     found = modules.selected(entry.what)
     _check(entry, modules)
     if isinstance(entry, KeepEntry):
@@ -173,7 +205,7 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Hook
     return [_with_index(entry, names, index) for index, names in groups.items()]
 
 
-def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTable) -> None:
+def _check_positions(entries: Sequence[Entry], modules: ModuleTable) -> None:
     ats: dict[str, Any] = {}
     kept: set[str] = set()
     latest: dict[str, int] = {}
@@ -182,7 +214,7 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTa
         at: Any = entry.at
         listed: Any = entry.what  # a list, as rewritten
         names = [*map(modules.path_of, listed)]
-        if isinstance(entry, KeepEntry):
+        if not isinstance(entry, HookEntry):
             kept.update(names)
             continue
         for name in names:
@@ -254,9 +286,7 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
     raise ValueError(msg)
 
 
-def _with_index(
-    entry: HookEntry | KeepEntry, names: list[str], index: Any
-) -> HookEntry | KeepEntry:
+def _with_index(entry: HookEntry | KeepEntry, names: list[str], index: Any) -> Entry:
     if isinstance(entry, KeepEntry):
         options = {name: it for name, it in entry.options.items() if name != "output_index"}
         if index is not None:

@@ -143,9 +143,7 @@ def _extend(
         running += accumulate(new, step)
 
 
-def weights(
-    over: Over, by: By, readings: Sequence[float], count: int
-) -> tuple[range, list[float]]:
+def weights(over: Over, by: By, readings: Sequence[float], count: int) -> tuple[range, list[float]]:
     """Returns the readings that a value is made of, and its derivative by each.
 
     Args:

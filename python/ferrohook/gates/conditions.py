@@ -125,7 +125,10 @@ class Combined(Condition):
     def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
         decided = not self.needs_all  # by one of them
         together = zip(*(each.at(values_of) for each in self.conditions), strict=True)
-        return [decided if decided in each else None if None in each else not decided for each in together]
+        return [
+            decided if decided in each else None if None in each else not decided
+            for each in together
+        ]
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         for each in self.conditions:

@@ -180,9 +180,7 @@ class GateStates:
         values: list[float] = []
         for row, places in _by_row(tokens.rows):
             state = rows.get(row) or _Row()
-            _, readings, counts = _counts(
-                gate, state, tokens.positions[places], tokens.prompt(row)
-            )
+            _, readings, counts = _counts(gate, state, tokens.positions[places], tokens.prompt(row))
             known = [count for count in counts if count]
             found = iter(aggregated(gate.over, gate.by, readings, known, state.running))
             values += [next(found) if count else nan for count in counts]

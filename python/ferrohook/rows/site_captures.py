@@ -106,7 +106,8 @@ class SiteCaptures:
             failure
             for site, (calls, rows) in enumerate(ran)
             if calls and rows >= 0 and rows != calls * (taken.members.batch.size or 0)
-            for failure in self._misfits(taken.members, site, f"{rows} rows in {calls} call{'s' * (calls > 1)}")
+            for got in (f"{rows} rows in {calls} call{'s' * (calls > 1)}",)
+            for failure in self._misfits(taken.members, site, got)
         ]
         failed = {failure.number for failure in failures}
         self._failed |= {each.request for each in taken.wanted if each.number in failed}

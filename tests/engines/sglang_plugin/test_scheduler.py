@@ -81,7 +81,7 @@ def asker(local: Local) -> scenes.Ask:
 def test_random_requests(
     llama: Any, local: Local, aborted: float, request: pytest.FixtureRequest
 ) -> None:
-    jobs = random_jobs(request.config.getoption("requests") or 60, seed=7)
+    jobs = random_jobs(request.config.getoption("requests") or 60, seed=7, gates=0.4)
     answers = serve(local, jobs, seed=11, aborted=aborted)
     assert wrong_answers(llama[1], jobs, answers, NEW) == []
     assert len(answers) == len(jobs) if not aborted else 0 < len(answers) < len(jobs)

@@ -57,7 +57,7 @@ def answer(llm: Any, job: Job, new_tokens: int = NEW) -> tuple[Answer, Any]:
     """Serves one request; returns the answer, and vLLM's output."""
     params = sampling(job.plan, new_tokens)
     (output,) = llm.generate({"prompt_token_ids": job.prompt}, params, use_tqdm=False)
-    acts = vllm.activations(llm, output).acts if job.kept else {}
+    acts = vllm.activations(llm, output).acts if job.captures else {}
     return Answer([*output.outputs[0].token_ids], acts), output
 
 
@@ -99,7 +99,7 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, model = models[kind]
-    jobs = random_jobs(request.config.getoption("requests") or 36, seed=7)
+    jobs = random_jobs(request.config.getoption("requests") or 36, seed=7, gates=0.4)
     engine = start(folder, **options)
     try:
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler

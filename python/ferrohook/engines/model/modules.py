@@ -18,7 +18,7 @@ from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, KeepEntry
+from ferrohook.plans.entries import Entry, GateEntry, KeepEntry
 from ferrohook.quantity import Quantities
 from ferrohook.quantity.resolving import matching
 
@@ -436,23 +436,38 @@ class ModuleTable:
         return Plan(*(self._moved(entry) for entry in plan.entries))
 
     def _moved(self, entry: Entry) -> Entry:
+        if isinstance(entry, KeepEntry) and entry.gates:
+            return entry
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
+    def kept(self, entry: KeepEntry) -> list[str]:
+        """Returns the names of the modules, quantities or gates that an entry captures."""
+        return [str(entry.what)] if entry.gates else [*self.selected(entry.what)]
+
     def captures(self, plan: Plan | Prepared) -> list[CaptureEntry]:
         """Returns the captures of a rewritten plan."""
+        gates = {it.gate.name: it.at for it in plan.entries if isinstance(it, GateEntry)}
         found = []
         for entry in plan.entries:
-            if isinstance(entry, KeepEntry):
-                modules = self.selected(entry.what)
-                values = [
-                    CapturedValue(
-                        entry.name_of(path), entry.name_of(self.place_of(path)), self.heads_of(path)
-                    )
-                    for path in modules
-                ]
-                size = sum(_row_bytes(info, name, entry) for name, info in modules.items())
-                found.append(CaptureEntry(entry.at, size, values))
+            if not isinstance(entry, KeepEntry):
+                continue
+            if entry.gates:
+                (gate,) = entry.gates
+                name = entry.name_of(str(entry.what))
+                dtype: torch.dtype = entry.options.get("dtype", torch.float32)
+                values = [CapturedValue(name, name, None)]
+                found.append(CaptureEntry(gates[gate], dtype.itemsize, values))
+                continue
+            modules = self.selected(entry.what)
+            values = [
+                CapturedValue(
+                    entry.name_of(path), entry.name_of(self.place_of(path)), self.heads_of(path)
+                )
+                for path in modules
+            ]
+            size = sum(_row_bytes(info, name, entry) for name, info in modules.items())
+            found.append(CaptureEntry(entry.at, size, values))
         return found
 
 

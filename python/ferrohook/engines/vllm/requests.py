@@ -157,13 +157,13 @@ class FrontEnd:
             refuse("streamed inputs")
         key = uuid.uuid4().hex
         prompt = _prompt_length(request)
+        # Positions that a cache has are run again, where they are wanted.
+        if read.reaches_back:
+            params.skip_reading_prefix_cache = True
         if read.captures:
             if params.n > 1:
                 refuse("n > 1 with captures")
             self._admission.check_captures(read.plan, prompt, params.max_tokens)
-            # Positions that a cache has are run again, where they are wanted.
-            if read.reaches_back:
-                params.skip_reading_prefix_cache = True
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
             own = token if isinstance(token, str) and token else None

@@ -30,7 +30,7 @@ from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry
+from ferrohook.plans.entries import KeepEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class RunnerWorker(EngineWorker):
         vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
         plan = rewritten(Plan.from_json(payload["plan"], vectors), self.loaded_model().modules)
         if self._ranks is not None and self._ranks.rank:  # the first one captures
-            return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
+            return Plan(*(each for each in plan.entries if not isinstance(each, KeepEntry)))
         return plan
 
     def retire(self, request_id: str) -> EngineRequest | None:
