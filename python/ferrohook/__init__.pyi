@@ -50,6 +50,7 @@ from ferrohook.plans import Plan as Plan
 from ferrohook.plans import gate as gate
 from ferrohook.plans import keep as keep
 from ferrohook.plans import on as on
+from ferrohook.plans import stop as stop
 from ferrohook.plans.run import run as run
 from ferrohook.quantity import Quantities as Quantities
 from ferrohook.quantity import quantities as quantities

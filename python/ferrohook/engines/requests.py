@@ -18,6 +18,7 @@ from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ferrohook.engines.model.modules import CaptureEntry
+    from ferrohook.gates.stops import Stopped
     from ferrohook.plans import Prepared, Request
 
 
@@ -105,6 +106,17 @@ class EngineRequest:
         if self.error is None and self.opened is not None and self.opened.failed:
             return self.opened.error
         return self.error
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """Its end by a `stop` of its plan; None if it goes on."""
+        return next(iter(self.opened.stopped), None) if self.opened is not None else None
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer that a `stop` of its plan has ended."""
+        stopped = self.stopped
+        return 0 if stopped is None else max(0, stopped.position + 1 - self.prompt_length)
 
     @property
     def closed(self) -> bool:

@@ -9,7 +9,7 @@ from ferrohook.effects.interventions import Add, Replace
 from ferrohook.engines.model.step_values import check_slice, check_width
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry
 from ferrohook.plans.needs import CHANGES, GATES, BackEnd
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
 
 
 def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
-    if isinstance(entry, KeepEntry) and entry.gates:
+    if isinstance(entry, StopEntry) or (isinstance(entry, KeepEntry) and entry.gates):
         _check(entry, modules)
         return [entry]
     if not entry.needs.isdisjoint(GATES):

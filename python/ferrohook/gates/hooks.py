@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ferrohook.gates.gate import Gate
     from ferrohook.gates.readings import Reading
     from ferrohook.gates.state import GateStates
+    from ferrohook.gates.stops import StopCheck
     from ferrohook.names.places import Place
 
 
@@ -49,6 +50,8 @@ class GateReader:
         self.place = place
         self.kept: list[int] = []
         """Captures of its values, by their indices in the plan."""
+        self.stops: list[StopCheck] = []
+        """Those of the plan that depend on it."""
         self.__qualname__ = f"gate {gate.name!r}"
 
     @property
@@ -76,6 +79,8 @@ class GateReader:
         """
         recorded = read if self._followed and read.requires_grad else None
         request.gates.add(self._gate, tokens, readings, recorded)
+        for check in self.stops:
+            check(request.gates, tokens)
         if not self.kept:
             return
         values = torch.tensor(request.gates.values(self._gate, tokens), device=read.device)

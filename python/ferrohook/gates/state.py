@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.gates.gate import Gate
+    from ferrohook.gates.stops import Stopped
 
 _MOST_SEQUENCES: Final = 64
 """Calls without a common KV cache whose readings a request stores for each gate."""
@@ -43,6 +44,20 @@ class GateTokens(NamedTuple):
         if not self.prompts:
             return None
         return self.prompts[row if len(self.prompts) > 1 else 0]
+
+    def from_last_prompt(self) -> GateTokens:
+        """Returns those from the last token of each prompt on; all where that is not known."""
+        kept = [
+            place
+            for place, (row, position) in enumerate(zip(self.rows, self.positions, strict=True))
+            if position >= (self.prompt(row) or 1) - 1
+        ]
+        rows, positions = ([of_all[it] for it in kept] for of_all in (self.rows, self.positions))
+        return self._replace(rows=rows, positions=positions)
+
+
+class UnreadError(HookError):
+    """A gate has not read the tokens yet that its value depends on."""
 
 
 class _Row:
@@ -117,6 +132,8 @@ class GateStates:
         self._lock = threading.RLock()
         self._rows: dict[str, dict[int, dict[int, _Row]]] = {}
         """By the name of the gate, the id of the sequences and the row."""
+        self._stopped: dict[tuple[int, int], Stopped] = {}
+        """By the id of the sequences and the row."""
 
     def _sequences(self, gate: str, number: int) -> dict[int, _Row]:
         if (of_gate := self._rows.get(gate)) and len(of_gate) == 1 and number in of_gate:
@@ -165,9 +182,38 @@ class GateStates:
         """Drops the readings of some sequences from a position on: of drafts that were rejected."""
         with self._lock:
             found = [of_gate.get(sequences, {}) for of_gate in self._rows.values()]
+            self._stopped = {
+                key: stopped
+                for key, stopped in self._stopped.items()
+                if key[0] != sequences or stopped.position < position
+            }
         for rows in found:
             for row in [*rows.values()]:
                 row.take_back(position)
+
+    def stop(self, sequences: int, stopped: Stopped, prompt: int | None) -> None:
+        """Notes that a sequence has ended; the first end behind its prompt counts.
+
+        Args:
+            sequences: id of the sequences.
+            stopped: the end.
+            prompt: length of the prompt; None if it is not known.
+        """
+        with self._lock:
+            known = self._stopped.get((sequences, stopped.row))
+            last = (prompt or 1) - 1
+            if known is None or not last <= known.position <= stopped.position:
+                self._stopped[sequences, stopped.row] = stopped
+
+    def stopped(self, sequences: int | None = None) -> list[Stopped]:
+        """Returns the ends of sequences, in order of their rows.
+
+        Args:
+            sequences: id of the sequences; None for all.
+        """
+        with self._lock:
+            found = [it for (key, _), it in self._stopped.items() if sequences in {None, key}]
+        return sorted(found, key=lambda it: it.row)
 
     def values(self, gate: Gate, tokens: GateTokens) -> list[float]:
         """Returns the values of a gate at the tokens of a call; NaN where one is unknown.
@@ -333,10 +379,10 @@ def _check_read(
         )
         if gate.over != "prompt" and not gate.lag:
             msg += ", or give it lag=1, for generated tokens that run one by one"
-    else:
-        msg = (
-            f"gate {gate.name!r} did not read the tokens at {where}: they ran before this request, "
-            "without the module that it reads, or more than "
-            f"{_MOST_SEQUENCES} other sequences ago. Run the whole sequence in the request"
-        )
+        raise UnreadError(msg)
+    msg = (
+        f"gate {gate.name!r} did not read the tokens at {where}: they ran before this request, "
+        "without the module that it reads, or more than "
+        f"{_MOST_SEQUENCES} other sequences ago. Run the whole sequence in the request"
+    )
     raise HookError(msg)

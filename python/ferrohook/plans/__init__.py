@@ -10,9 +10,10 @@
 from ferrohook.plans.entries import gate as gate
 from ferrohook.plans.entries import keep as keep
 from ferrohook.plans.entries import on as on
+from ferrohook.plans.entries import stop as stop
 from ferrohook.plans.plan import Plan as Plan
 from ferrohook.plans.prepared import Prepared as Prepared
 from ferrohook.plans.prepared import Request as Request
 from ferrohook.plans.prepared_plans import PreparedPlans as PreparedPlans
 
-__all__ = ["Plan", "Prepared", "PreparedPlans", "Request", "gate", "keep", "on"]
+__all__ = ["Plan", "Prepared", "PreparedPlans", "Request", "gate", "keep", "on", "stop"]

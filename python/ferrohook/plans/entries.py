@@ -1,4 +1,4 @@
-"""Entries of plans: `on`, `keep` and `gate`."""
+"""Entries of plans: `on`, `keep`, `gate` and `stop`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _GATE: Final = "@gate."
 
 
 class PlanEntry:
-    """An entry of a plan: made by `on`, `keep` or `gate`."""
+    """An entry of a plan: made by `on`, `keep`, `gate` or `stop`."""
 
     what: Selector
     at: At
@@ -225,7 +225,34 @@ class GateEntry(PlanEntry):
         return (_shown(self.what), title, phase, _shown(self.at), _shown_options(shown))
 
 
-Entry: TypeAlias = HookEntry | KeepEntry | GateEntry
+@dataclasses.dataclass(frozen=True, eq=False)
+class StopEntry(PlanEntry):
+    """An end of the request that depends on gates of its plan."""
+
+    when: Condition
+    what: Selector = dataclasses.field(default=None, init=False)
+    at: At = dataclasses.field(default=None, init=False)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Names of the gates that it depends on."""
+        return frozenset(self.when.gates())
+
+    def _needs(self) -> Iterator[str]:
+        yield "stop when"
+
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
+        return ("stop", self.when)
+
+    def __reduce__(self) -> Any:
+        return functools.partial(stop, when=self.when), ()
+
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
+        return ("", "stop", "", "", f"when={self.when!r}")
+
+
+Entry: TypeAlias = HookEntry | KeepEntry | GateEntry | StopEntry
 """An entry of a plan."""
 
 
@@ -290,6 +317,29 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
     if output_index is not None:
         options["output_index"] = output_index
     return GateEntry(Gate(name, reading, at, over, by, lag), what, options)
+
+
+def stop(*, when: Condition) -> StopEntry:
+    """Makes a plan entry that ends its request where a condition on gates is true.
+
+    The last token of the prompt and generated tokens count. The answer ends with the token that was
+    read: in transformers' `generate` the end-of-sequence token follows, and an engine reports the
+    name of the gate. `Request.stopped` tells of it in any call.
+
+    Args:
+        when: condition on gates of the plan.
+
+    Raises:
+        HookTypeError: `when` is no condition.
+
+    Examples:
+        >>> plan = fh.Plan(
+        ...     fh.gate("angry", "layers.10", fh.Probe(w, bias), over=fh.window(3), by="min"),
+        ...     fh.stop(when=fh.above("angry", 0.8)),
+        ... )
+    """
+    check_condition(when)
+    return StopEntry(when)
 
 
 def on(  # noqa: PLR0913 (the options of `register`)

@@ -17,8 +17,8 @@ _HOOKS: Final = {"inputs", "native detector", "not finite", "python", "table", "
 _OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"}
 _OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
-GATES: Final = frozenset({"gate", "strength", "when"})
-"""Of gates: one that reads, and hooks that depend on one or have a strength."""
+GATES: Final = frozenset({"gate", "stop when", "strength", "when"})
+"""Of gates: one that reads, hooks that depend on one or have a strength, and ends of requests."""
 NEEDS: Final = CHANGES | GATES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
 """Every feature that an entry can need: option names, changes of interventions, and features that
 follow from an option's value. A slice that does not keep all rows in place needs `cut rows`."""

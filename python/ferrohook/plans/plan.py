@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
+from ferrohook.plans.entries import Entry, GateEntry, PlanEntry, table
 from ferrohook.plans.prepared import Prepared
 from ferrohook.plans.reading import JsonLimits, read
 from ferrohook.plans.writing import written
@@ -50,8 +50,8 @@ class Plan:
             if isinstance(entry, Plan):
                 flat += entry.entries
                 continue
-            expected = "Plan takes entries made by on(), keep() or gate(), or other plans"
-            expect(entry, HookEntry | KeepEntry | GateEntry, expected)
+            expected = "Plan takes entries made by on(), keep(), gate() or stop(), or other plans"
+            expect(entry, PlanEntry, expected)
             flat.append(entry)
         names = [entry.gate.name for entry in flat if isinstance(entry, GateEntry)]
         if len({*names}) < len(names):

@@ -32,8 +32,9 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, Select
 from ferrohook.gates.conditions import Ramp
 from ferrohook.gates.hooks import GateReader, TokenChoice
 from ferrohook.gates.state import GateStates
+from ferrohook.gates.stops import StopCheck, Stopped
 from ferrohook.names.places import hooks_at, modules_of
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, table
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
@@ -150,6 +151,10 @@ class Prepared:
                 self._register(number, entry, places, attachment, gates)
             elif isinstance(entry, GateEntry):
                 self._read(number, entry, found, attachment)
+            elif isinstance(entry, StopEntry):
+                check = StopCheck(gates, entry.when)
+                for name in entry.gates:
+                    self._contents.gates[name].stops.append(check)
             else:
                 self._capture(model, number, entry, found)
         if ats := self._contents.ats:
@@ -303,7 +308,9 @@ class Prepared:
             request.prompt = _lengths_of(prompt)
             request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
-            request.sequences = Sequences(request.prompt, weakly(request.accept))
+            stops = any(isinstance(entry, StopEntry) for entry in self.entries)
+            stopped = weakly(request.stopped_rows) if stops else None
+            request.sequences = Sequences(request.prompt, weakly(request.accept), stopped)
         if self._contents.gates:
             request.gates = GateStates()
         if deadline is not None:
@@ -416,6 +423,15 @@ class Request(RequestBase, Scope):
             for name, index in capture.places.items()
             if index not in self.collector(place).ran()
         ]
+
+    @property
+    def stopped(self) -> list[Stopped]:
+        """The sequences that a `stop` of its plan has ended, in order of their rows."""
+        return self.gates.stopped() if self._plan.gates else []
+
+    def stopped_rows(self, sequences: int) -> list[int]:
+        """Returns the rows of some sequences that a `stop` of its plan has ended."""
+        return [each.row for each in self.gates.stopped(sequences)]
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -539,7 +555,7 @@ def _named(number: int) -> Iterator[None]:
 
 
 def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
-    if isinstance(entry, KeepEntry) and entry.gates:
+    if isinstance(entry, StopEntry) or (isinstance(entry, KeepEntry) and entry.gates):
         return {}
     with _named(number):
         if isinstance(entry, HookEntry):

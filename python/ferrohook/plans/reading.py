@@ -20,7 +20,7 @@ from ferrohook.effects.interventions import KINDS
 from ferrohook.gates.aggregation import ema, window
 from ferrohook.gates.conditions import Combined, Condition, above, below, between, ramp
 from ferrohook.gates.readings import READINGS
-from ferrohook.plans.entries import Entry, KeepOptions, gate, keep, on
+from ferrohook.plans.entries import Entry, KeepOptions, gate, keep, on, stop
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.util.arguments import check_encodes, describe, expect
 from ferrohook.util.texts import missing_package
@@ -187,8 +187,10 @@ class _Reader:
         kind = _type(value, path, _ENTRIES)
         allowed = {"type", *_ENTRIES[kind]}
         fields = _fields(value, path, allowed, _NEEDED[kind])
-        self._count_selectors(1, f"{path}.what")
-        own = {"what": self._selector(fields.get("what"), f"{path}.what")}
+        own: dict[str, Any] = {}
+        if kind != "stop":
+            self._count_selectors(1, f"{path}.what")
+            own["what"] = self._selector(fields.get("what"), f"{path}.what")
         if kind == "on":
             own["hook"] = self._hook(fields["hook"], f"{path}.hook")
         if kind == "gate":
@@ -202,7 +204,7 @@ class _Reader:
             it, place = fields[name], f"{path}.{name}"
             if name == "slice":
                 own[name] = self._index(it, place)
-            elif name == "when" and it is not None:
+            elif name == "when" and (it is not None or kind == "stop"):
                 own[name] = self._condition(it, place)
             else:
                 own[name] = _read_option(name, it, place)
@@ -371,10 +373,21 @@ _ENTRIES: Final = {
     "on": frozenset(inspect.signature(on).parameters),
     "keep": frozenset(("what", "label", *KeepOptions.__annotations__)),
     "gate": frozenset(inspect.signature(gate).parameters),
+    "stop": frozenset(("when",)),
 }
 """Names of the fields of an entry, by its type."""
-_NEEDED: Final = {"on": {"what", "hook"}, "keep": set(), "gate": {"name", "what", "reading"}}
-_MAKERS: Final[Mapping[str, Callable[..., Entry]]] = {"on": on, "keep": keep, "gate": gate}
+_NEEDED: Final = {
+    "on": {"what", "hook"},
+    "keep": set(),
+    "gate": {"name", "what", "reading"},
+    "stop": {"when"},
+}
+_MAKERS: Final[Mapping[str, Callable[..., Entry]]] = {
+    "on": on,
+    "keep": keep,
+    "gate": gate,
+    "stop": stop,
+}
 _CALLS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = {
     "over": {"window": window, "ema": ema},
     "strength": {"ramp": ramp},

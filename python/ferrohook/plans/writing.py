@@ -19,7 +19,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import Ema, Window
 from ferrohook.gates.conditions import Combined, Comparison, Condition, Not, Ramp
 from ferrohook.gates.readings import READINGS, Reading
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, StopEntry
 from ferrohook.util.arguments import describe
 from ferrohook.util.texts import name_of
 
@@ -41,6 +41,8 @@ def written(entries: tuple[Entry, ...]) -> str:
 
 
 def _entry(entry: Entry, path: str) -> dict[str, Any]:
+    if isinstance(entry, StopEntry):
+        return {"type": "stop", "when": _condition(entry.when, f"{path}.when")}
     own: dict[str, Any] = {"what": _selector(entry.what, f"{path}.what")}
     if entry.at is not None:
         own["at"] = _at(entry.at, f"{path}.at")

@@ -12,6 +12,7 @@ from ferrohook.attach.instrument import attach
 from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
+from ferrohook.plans.entries import StopEntry
 from ferrohook.rows.batches import Batch, models_of
 from ferrohook.tokens.positions import check_prompt
 from ferrohook.tokens.sequences import OF_REQUEST, Sequences, stacks_in
@@ -84,10 +85,20 @@ class _GenerationBatch(Batch):
         for request in self._places:
             request.accept(tokens, OF_REQUEST)
 
+    def stopped(self, _sequences: int) -> list[int]:
+        """Returns the rows that their plans have ended behind the prompt of this generation."""
+        last = {it: (it.prompt_lengths or [1])[0] - 1 for it in self._places}
+        ends = ((it, end) for it in self._places for end in it.stopped)
+        return [self._places[it] for it, end in ends if end.position >= last[it]]
+
     def end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Ends a call."""
         if self._running and (tokens := self._running.pop()) is not None:
             self._sequences.note(tokens, output)
+
+
+def _stops(request: Request) -> bool:
+    return any(isinstance(entry, StopEntry) for entry in request.entries)
 
 
 def generating(requests: Sequence[Request | None]) -> Batch:
@@ -135,5 +146,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         raise HookError(msg)
     made._model, made._places = model, places
     made._attach_as_entered()
-    made._sequences, made._running = Sequences(accept=weakly(made.accept)), []
+    stopped = weakly(made.stopped) if any(map(_stops, places)) else None
+    made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped)
+    made._running = []
     return made

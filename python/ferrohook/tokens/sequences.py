@@ -33,7 +33,7 @@ from ferrohook.errors import HookError
 from ferrohook.tokens.positions import PADDING, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
 _TOKENS: Final = ("input_ids", "inputs_embeds")
@@ -286,10 +286,16 @@ class Sequences:
     """
 
     def __init__(
-        self, prompt: Sequence[int] = (), accept: Callable[[int, int], None] | None = None
+        self,
+        prompt: Sequence[int] = (),
+        accept: Callable[[int, int], None] | None = None,
+        stopped: Callable[[int], Iterable[int]] | None = None,
     ) -> None:
         self.prompt = prompt
         self._accept = accept
+        self._stopped = stopped
+        self._number = 0
+        """Id of the sequences of the last call."""
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """Sequences by their cache and generations by their configuration: by address."""
 
@@ -333,7 +339,7 @@ class Sequences:
         elif generation is None and before is not None and past and before.prompt is not None:
             # Not if the cache was cut back into its prompt.
             prompt = before.prompt if past >= before.prompt[1] else None
-        number = _number_of(call, past, before, generation)
+        number = self._number = _number_of(call, past, before, generation)
         drafts = generation is not None and generation.drafts
         if before is not None and past and past < before.seen and not drafts:
             number = self._cut_back(positions, number)
@@ -380,8 +386,14 @@ class Sequences:
             known = _read(local, call, past)
             if known.drafts and self._accept is not None:
                 _watch(local, known, self._accept)
+            if self._stopped is not None:
+                _end_rows(local, known, self._ended_rows)
             self._put(config, known._replace(has_run=True))
         return known
+
+    def _ended_rows(self) -> Iterable[int]:
+        """Returns the rows of the last call that their plans have ended."""
+        return () if self._stopped is None else self._stopped(self._number) or ()
 
     def _lengths(self, call: _StackCall, found: Tensor | None) -> Tensor | None:
         """Returns the lengths of the prompts of a call; None if no source gives them."""
@@ -641,3 +653,46 @@ def _watch(
         msg = "generate of this version of transformers does not expose which drafts it rejects"
         raise HookError(msg)
     criteria.append(accepted)
+
+
+def _end_rows(
+    local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[], Iterable[int]]
+) -> None:
+    """Has a call of `generate` end rows: the next token of each is that of the sequence's end.
+
+    Args:
+        local: its local variables: the lists of processors and criteria, which are made for it.
+        generation: its input.
+        stopped: returns the rows to end.
+
+    Raises:
+        HookError: it drafts or has beams, or this version of transformers has other lists.
+    """
+    if generation.drafts or generation.beams:
+        msg = "a plan with stop() needs generate without drafts and beams"
+        raise HookError(msg)
+    processors = local.get("prepared_logits_processor")
+    criteria = local.get("prepared_stopping_criteria")
+    if not isinstance(processors, list) or not isinstance(criteria, list):
+        msg = "generate of this version of transformers does not expose how its rows end"
+        raise HookError(msg)
+    config = local["generation_config"]
+    ends = [getattr(config, name, None) for name in ("_eos_token_tensor", "_pad_token_tensor")]
+    end = next((int(it.reshape(-1)[0]) for it in ends if isinstance(it, Tensor)), None)
+
+    def end_next(_ids: Tensor, scores: Tensor, **_others: Any) -> Tensor:
+        rows = [*stopped()]
+        if not rows or end is None:
+            return scores
+        scores = scores.clone()
+        scores[rows] = -torch.inf
+        scores[rows, end] = 0
+        return scores
+
+    def ended(ids: Tensor, _scores: Any, **_others: Any) -> Tensor:
+        found = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        found[[*stopped()]] = True
+        return found
+
+    processors.append(end_next)
+    criteria.append(ended)

@@ -92,7 +92,7 @@ def _aborting(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     worker = _workers[scheduler]
     if worker.requests:
-        worker.end_failed(batch.reqs)
+        worker.end_early(batch.reqs)
 
 
 def _describing(state: Any, scheduler: Any, question: Any) -> None:

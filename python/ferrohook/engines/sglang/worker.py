@@ -13,7 +13,7 @@ import sys
 import weakref
 from array import array
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import safetensors
 import safetensors.torch
@@ -297,7 +297,9 @@ class SchedulerWorker(EngineWorker):
         if plans != self._wanted_by[0]:
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
-            names = [name for entry in entries for name in cast("list[str]", entry.what)]
+            # The place of a module; a gate that is captured has none.
+            listed = (entry.what for entry in entries if isinstance(entry.what, list))
+            names = [name for of_entry in listed for name in of_entry]
             paths = map(self.loaded_model().modules.path_of, names)
             wanted = frozenset(path for path in paths if path in places)
             self._wanted_by = plans, wanted
@@ -319,18 +321,22 @@ class SchedulerWorker(EngineWorker):
     def _fail_sharers(self) -> None:
         """Does nothing: a step's keys and values are shared once it has been checked."""
 
-    def end_failed(self, reqs: Iterable[Any]) -> None:
-        """Ends requests whose plans failed, before the result of their step is processed.
+    def end_early(self, reqs: Iterable[Any]) -> None:
+        """Ends requests whose plans failed or stop them, before their step's result is processed.
 
         The overlap runs a step before the result of the one before it: a request that ends there
         has not failed.
         """
         for req in reqs:
             request = self.requests.get(getattr(req, "ferrohook", None) or "")
-            if request is None or request.state != "ended" or req.finished():
+            if request is None or req.finished():
                 continue
-            if len(req.output_ids) >= request.valid:
-                req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+            if request.state == "ended":
+                if len(req.output_ids) >= request.valid:
+                    req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+            elif (stopped := request.stopped) and len(req.output_ids) >= request.answered:
+                req.to_finish = _matched(stopped.gate)
+                req.sampling_params.no_stop_trim = True  # a text may contain the gate's name
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -350,11 +356,16 @@ class SchedulerWorker(EngineWorker):
         request, end = self.requests[req.ferrohook], req.finished_reason.to_json()
         if request.reason and end.get("message") == request.reason:
             req.finished_len = min(request.valid, len(req.output_ids))
+        ran_last = 0
+        if (stopped := request.stopped) and end.get("matched") == stopped.gate:
+            req.finished_len = min(request.answered, len(req.output_ids))
+            ran_last = 1  # which other answers' last tokens do not
         self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
         if not request.captures or not texts or end["type"] == "abort":
             return
-        data = self.packed_captures(request, len(req.origin_input_ids) + len(texts))
+        tokens = len(req.origin_input_ids) + len(texts) + ran_last
+        data = self.packed_captures(request, tokens)
         parts = [None] * (len(texts) - 1) + [data]
         req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 
@@ -378,6 +389,12 @@ def _abort(reason: str, status: HTTPStatus) -> Any:
     """Makes the end of a request with an error."""
     finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
     return finish(reason, status)
+
+
+def _matched(gate: str) -> Any:
+    """Makes the end of a request by its plan."""
+    batches = importlib.import_module("sglang.srt.managers.schedule_batch")
+    return batches.FINISH_MATCHED_STR(gate)
 
 
 def _request(tokens: Iterable[int]) -> Any:

@@ -44,6 +44,8 @@ class StepRows(NamedTuple):
     """Row of the step for each of the head's, which are as many as requests; -1 for padding."""
     rows: int
     """Rows of the step."""
+    ends: list[list[int]]
+    """End-of-sequence tokens of each request whose next token is drawn."""
 
 
 def read_step(processor: Any) -> StepRows:
@@ -53,7 +55,7 @@ def read_step(processor: Any) -> StepRows:
     futures = [each for each in io.requests_in_batch if each.query_length]
     counts = [each.query_length for each in futures]
     drawn = [
-        (each.state.request_id, end - 1)
+        (each.state, end - 1)
         for each, end in zip(futures, itertools.accumulate(counts), strict=True)
         if each.has_new_token
     ]
@@ -63,9 +65,10 @@ def read_step(processor: Any) -> StepRows:
         counts,
         # The preparation has moved the offset past these rows.
         [each.state.position_offset - each.query_length for each in futures],
-        [name for name, _ in drawn],
+        [state.request_id for state, _ in drawn],
         [row for _, row in drawn] + padding,
         io.num_q_tokens,
+        [sorted(state._eos_token_ids) for state, _ in drawn],
     )
 
 
@@ -105,7 +108,7 @@ def check_row_map(
     dummies = [_dummy("ferrohook-test-0", 3, 1, [0, 1]), _dummy("ferrohook-test-1", 2, 0, [1])]
     dummies, rows = dummies[:most], sum(each.query_length for each in dummies[:most])
     names = [each.state.request_id for each in dummies]
-    expected = StepRows(names, [2, 1][:most], [1, 0][:most], names[:1], [1, -1][:most], rows)
+    expected = StepRows(names, [2, 1][:most], [1, 0][:most], names[:1], [1, -1][:most], rows, [[]])
     try:
         if processor.max_batch_tokens < rows or not all(
             processor.cache.can_store_request_tokens(dummy.state, dummy.query_length)

@@ -252,7 +252,26 @@ class ManagerWorker(EngineWorker):
                 # Drawing from NaN would raise, for all.
                 scores = self._watched.clean_logits(scores, self._step.drawn)
                 self._watched.send()
+        with self._failing_in_step():
+            scores = self._ending(scores)
         original(scores, *others)
+
+    def _ending(self, scores: Tensor) -> Tensor:
+        """Returns logits from which requests that their plans stop draw the end of a sequence."""
+        stopped = {it.name: it for it, _ in self._in_step if it.stopped is not None}
+        for row, (owner, ends) in enumerate(zip(self._step.drawn, self._step.ends, strict=True)):
+            if owner not in stopped:
+                continue
+            if not ends:
+                msg = "the model has no end-of-sequence token with which stop() could end it"
+                self.fail(stopped[owner], HookError(msg))
+                continue
+            end = torch.full_like(scores[0, row], -torch.inf)
+            end[ends[0]] = 0
+            scores = scores.index_copy(
+                1, torch.tensor([row], device=scores.device), end[None, None]
+            )
+        return scores
 
     def _failing_in_step(self) -> contextlib.AbstractContextManager[None]:
         return self.failing([request for request, _ in self._in_step])

@@ -36,7 +36,9 @@ from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection, Mapping
+
+    from ferrohook.engines.vllm.runners import StepEnds
 
 _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
@@ -271,9 +273,13 @@ def _joining(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
 
 @_around(f"{_OUTPUTS}.process_outputs")
 def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    error = _named("v1.engine", "FinishReason").ERROR
+    reasons = _named("v1.engine", "FinishReason")
     for each in outputs:
-        if each.finish_reason == error and isinstance(each.stop_reason, str):
+        if not isinstance(each.stop_reason, str):
+            continue
+        if each.finish_reason == reasons.STOP:  # by a plan: the engine's own stops are token ids
+            _tell(self, FrontEnd.stopped, each.request_id)
+        elif each.finish_reason == reasons.ERROR:
             if (state := self.request_states.get(each.request_id)) is None:
                 continue
             _tell(self, FrontEnd.failed, each.request_id, state.external_req_id, each.stop_reason)
@@ -383,11 +389,15 @@ def _looping(original: Any, self: Any) -> Any:
 
 @_around("v1.core.sched.scheduler.Scheduler.update_from_output")
 def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
-    failed: dict[str, str] | None = getattr(output, "ferrohook_failed", None)
-    if not failed:
+    ends: StepEnds | None = getattr(output, "ferrohook_ends", None)
+    if not ends:
         return original(self, scheduler_output, output)
-    # Ended before the step's tokens are read: no text under a plan that failed.
-    ended = _end(self, failed)
+    # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
+    # token that a plan ends with.
+    status = _named("v1.request", "RequestStatus")
+    _evict(self, ends.failed.keys())
+    ended = _end(self, ends.failed, status.FINISHED_ERROR)
+    ended += _end(self, ends.stopped, status.FINISHED_STOPPED)
     made = original(self, scheduler_output, output)
     for client, answer in ended:
         made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
@@ -395,19 +405,21 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
     return made
 
 
-def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
-    """Ends requests with an error; returns their last outputs, with the clients' indices."""
-    live = failed.keys() & scheduler.requests.keys()
-    # No request may reuse their keys and values, not even one with the same plan.
+def _evict(scheduler: Any, failed: Collection[str]) -> None:
+    """Has no request reuse keys and values of requests that failed, not even one of their plan."""
     blocks = {
         block
-        for request_id in live
+        for request_id in failed & scheduler.requests.keys()
         for group in scheduler.kv_cache_manager.get_block_ids(request_id)
         for block in group
     }
     scheduler.kv_cache_manager.evict_blocks(blocks)
-    error = _named("v1.request", "RequestStatus").FINISHED_ERROR
+
+
+def _end(scheduler: Any, reasons: Mapping[str, str], status: Any) -> list[tuple[int, Any]]:
+    """Ends requests; returns their last outputs, with the clients' indices."""
     make = _named("v1.engine", "EngineCoreOutput")
+    live = reasons.keys() & scheduler.requests.keys()
     return [
         (
             request.client_index,
@@ -415,12 +427,12 @@ def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
-                stop_reason=failed[request.request_id],
+                stop_reason=reasons[request.request_id],
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             ),
         )
-        for request in scheduler.finish_requests(live, error)
+        for request in scheduler.finish_requests(live, status)
     ]
 
 

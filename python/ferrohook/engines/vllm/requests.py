@@ -84,6 +84,8 @@ class CapturingRequest:
     """Tokens of prompt and answer, once it is finished."""
     error: str | None = None
     """Failure of its plan."""
+    ran_last: bool = False
+    """True if the last token of its answer ran, as its plan ended it."""
 
 
 _SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
@@ -201,7 +203,13 @@ class FrontEnd:
             if engine_id in self._running:
                 metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
                 if (ticket := self._running.pop(engine_id)) is not None:
-                    ticket.tokens = tokens
+                    ticket.tokens = tokens + ticket.ran_last
+
+    def stopped(self, engine_id: str) -> None:
+        """Notes that a plan ends its request: the last token of the answer has run."""
+        with self._lock:
+            if (ticket := self._running.get(engine_id)) is not None:
+                ticket.ran_last = True
 
     def failed(self, engine_id: str, request_id: str, reason: str) -> None:
         """Notes the failure of a request's plan."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.vllm.worker import RunnerWorker
@@ -18,6 +18,18 @@ from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class StepEnds(NamedTuple):
+    """Requests that end with a step, by their ids."""
+
+    failed: dict[str, str]
+    """Those whose plans failed, and why."""
+    stopped: dict[str, str]
+    """Those that a `stop` of their plans ended, and its gate."""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.stopped)
 
 
 def attach(runner: Any, config: Any) -> RunnerWorker:
@@ -29,8 +41,8 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
             worker.loaded()
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
-        if failed := worker.failures():
-            _mark(output, failed)
+        if ends := StepEnds(worker.failures(), worker.stops()):
+            _mark(output, ends)
 
     with worker.starting():
         if all(hasattr(runner, name) for name in _V1):
@@ -72,16 +84,16 @@ def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
     around(runner, name, replaced)
 
 
-def _mark(output: Any, failed: dict[str, str]) -> None:
-    """Passes failures on with the output of a step, to the scheduler in its process."""
+def _mark(output: Any, ends: StepEnds) -> None:
+    """Passes ends on with the output of a step, to the scheduler in its process."""
     if not hasattr(output, "get_output"):
-        output.ferrohook_failed = failed
+        output.ferrohook_ends = ends
         return
     resolve = output.get_output
 
     def get_output() -> Any:
         resolved = resolve()
-        resolved.ferrohook_failed = failed
+        resolved.ferrohook_ends = ends
         return resolved
 
     output.get_output = get_output
