@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import ferrohook as fh
 from ferrohook.engines import transformers as engine
 from support.amounts import amount
-from support.engines import WIDTH, batching, greedy, tiny_llama
+from support.engines import EOS, WIDTH, batching, greedy, tiny_llama
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,3 +87,63 @@ def test_requests_with_gates_answer_as_they_do_alone() -> None:
             torch.testing.assert_close(
                 output.acts["@gate.g"], acts["@gate.g"], rtol=1e-3, atol=1e-3, equal_nan=True
             )
+
+
+def test_plans_end_their_requests() -> None:
+    """By the model's token for the end, beside requests that go on."""
+    rng = random.Random(1)  # noqa: S311 (a test)
+    torch.manual_seed(0)
+    model = tiny_llama()
+    jobs = []
+    while len(jobs) < 12:
+        prompt = [rng.randrange(3, 64) for _ in range(rng.randint(1, 20))]
+        direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(len(jobs)))
+        gate = fh.gate("g", "model.layers.1", fh.Dot(direction))
+        with torch.no_grad(), fh.Plan(gate, fh.keep("@gate.g")).open(model) as request:
+            ids = model.generate(torch.tensor([prompt]), generation_config=greedy(NEW))
+        text, values = ids[0, len(prompt) :].tolist(), request.acts["@gate.g"].tolist()
+        last = rng.randint(len(prompt) - 1, len(values) - 1)
+        seen = {at: values[at] for at in range(len(prompt) - 1, last + 1)}
+        end = max(seen, key=seen.__getitem__)
+        others = [it for at, it in seen.items() if at < end]
+        if others and seen[end] - max(others) < 0.01:
+            continue  # rows differ in rounding
+        plan = fh.Plan(gate, fh.stop(when=fh.above("g", seen[end] - 0.005)), fh.keep("@gate.g"))
+        jobs.append((prompt, plan, text, end + 1 - len(prompt)))
+    settings = batching(num_blocks=64, max_batch_tokens=32)
+    with (
+        model.continuous_batching_context_manager(
+            greedy(NEW), continuous_batching_config=settings
+        ) as manager,
+        engine.attach(manager) as attached,
+    ):
+        for number, (prompt, plan, _, _) in enumerate(jobs):
+            attached.add_request(prompt, f"stops-{number}", plan=plan)
+            attached.add_request(prompt, f"goes-on-{number}")
+        outputs = [attached.get_result(timeout=WAIT) for _ in range(2 * len(jobs))]
+    for output in outputs:
+        kind, _, number = output.request_id.rpartition("-")
+        _, _, text, tokens = jobs[int(number)]
+        assert output.error is None
+        if kind == "goes-on":
+            assert output.generated_tokens == text
+            continue
+        assert output.generated_tokens == [*text[:tokens], EOS]
+        assert len(output.acts["@gate.g"]) == len(output.prompt_ids) + tokens
+
+
+def test_a_stop_needs_a_token_for_the_end() -> None:
+    torch.manual_seed(0)
+    model = tiny_llama()
+    plan = fh.Plan(fh.gate("g", "model.layers.0", fh.Norm()), fh.stop(when=fh.above("g", -1.0)))
+    endless = greedy(NEW)
+    endless.eos_token_id = None
+    with (
+        model.continuous_batching_context_manager(
+            endless, continuous_batching_config=batching(num_blocks=24)
+        ) as manager,
+        engine.attach(manager) as attached,
+    ):
+        attached.add_request([3, 4, 5], "one", plan=plan)
+        output = attached.get_result(timeout=WAIT)
+    assert "no end-of-sequence token" in output.error

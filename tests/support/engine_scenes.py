@@ -134,3 +134,44 @@ def check_fuzzed(statuses: list[int]) -> None:
     """Checks the statuses of answers to `spoilt_plans`: few of them are plans."""
     assert {*statuses} <= {200, 400}, sorted({*statuses})
     assert statuses.count(400) > 0.8 * len(statuses)
+
+
+class Stops(NamedTuple):
+    """A request that its plan ends."""
+
+    prompt: list[int]
+    plan: fh.Plan
+    text: list[int]
+    """Its answer."""
+    value: float
+    """Of the gate at the last token that was read."""
+
+
+def random_stops(ask: Ask, number: int, seed: int = 0) -> list[Stops]:
+    """Draws requests that end after any number of tokens, by their answers without an end."""
+    rng = random.Random(seed)  # noqa: S311 (tests)
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Stops] = []
+    while len(found) < number:
+        prompt = [rng.randrange(10, 110) for _ in range(rng.randint(1, 40))]
+        gate = fh.gate("the end", "model.layers.1", fh.Dot(torch.randn(WIDTH, generator=generator)))
+        keep = fh.keep("@gate.the end")
+        plain = ask(prompt, fh.Plan(gate, keep), NEW)
+        values = dict(
+            zip(
+                plain.positions["@gate.the end"].tolist(),
+                plain.acts["@gate.the end"].tolist(),
+                strict=True,
+            )
+        )
+        # The largest one up to a random token: the first beyond the limit.
+        last = rng.randint(len(prompt) - 1, max(values))
+        seen = {at: it for at, it in values.items() if len(prompt) - 1 <= at <= last}
+        end = max(seen, key=seen.__getitem__)
+        others = [it for at, it in seen.items() if at < end]
+        if others and seen[end] - max(others) < 0.01:
+            continue  # rows differ in rounding
+        limit = seen[end] - 0.005
+        plan = fh.Plan(gate, fh.stop(when=fh.above("the end", limit)), keep)
+        found.append(Stops(prompt, plan, plain.tokens[: end + 1 - len(prompt)], seen[end]))
+    return found

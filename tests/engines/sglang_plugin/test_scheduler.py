@@ -88,6 +88,27 @@ def test_random_requests(
     assert opened(local) == 0
 
 
+def test_plans_end_their_requests(local: Local) -> None:
+    """With the gate's name as what matched, beside requests that go on."""
+    stops = scenes.random_stops(asker(local), 12)
+    requests = []
+    for number, each in enumerate(stops):
+        requests.append(request(f"stops-{number}", each.prompt, each.plan, NEW))
+        requests.append(request(f"goes-on-{number}", each.prompt, None, NEW))
+    found = local.run([requests])
+    for number, each in enumerate(stops):
+        ended = found[f"stops-{number}"]
+        assert [*ended["tokens"]] == each.text
+        assert ended["finish"] == {"type": "stop", "matched": "the end"}
+        if each.text:  # captures travel with the tokens
+            captured = sglang.activations(ended)
+            positions = captured.positions["@gate.the end"].tolist()
+            assert positions == [*range(len(each.prompt) + len(each.text))]
+        goes_on = found[f"goes-on-{number}"]
+        assert goes_on["finish"].get("matched") != "the end"
+        assert [*goes_on["tokens"]][: len(each.text)] == each.text
+
+
 def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each step the rows of a span have the tokens of its request at its positions."""
     worker, model = local.worker, local.scheduler.tp_worker.model_runner.model

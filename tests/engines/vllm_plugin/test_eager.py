@@ -120,6 +120,33 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     assert numbers["results"] == 0
 
 
+@pytest.mark.v2
+def test_plans_end_their_requests(llm: Any) -> None:
+    """With the gate's name as the reason, beside requests that go on."""
+    stops = scenes.random_stops(asker(llm), 12)
+    assert {len(each.text) for each in stops} > {0, 1}
+    engine = llm.llm_engine
+    for number, each in enumerate(stops):
+        prompt = {"prompt_token_ids": each.prompt}
+        engine.add_request(f"stops-{number}", prompt, sampling(each.plan, NEW))
+        engine.add_request(f"goes-on-{number}", prompt, sampling(None, NEW))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each for each in engine.step() if each.finished}
+    for number, each in enumerate(stops):
+        (text,) = outputs[f"stops-{number}"].outputs
+        assert [*text.token_ids] == each.text
+        assert (text.finish_reason, text.stop_reason) == ("stop", "the end")
+        captured = vllm.activations(llm, outputs[f"stops-{number}"])
+        positions = captured.positions["@gate.the end"].tolist()
+        assert positions == [*range(len(each.prompt) + len(each.text))]
+        value = float(captured.acts["@gate.the end"][-1])
+        assert value == pytest.approx(each.value, abs=1e-3)
+        (text,) = outputs[f"goes-on-{number}"].outputs
+        assert text.stop_reason != "the end"
+        assert [*text.token_ids][: len(each.text)] == each.text
+
+
 def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: Any) -> None:
     """An engine that takes embeddings as prompts embeds all tokens where no hook fires."""
     folder, model = models["llama"]

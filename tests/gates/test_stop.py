@@ -1,0 +1,240 @@
+"""`stop`: ends of answers against an oracle that cuts the answers without it, and refusals."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ferrohook as fh
+from support.amounts import amount
+from support.language_models import language_model
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, END, PADDING, NEW = 8, 3, 0, 9
+MARGIN = 1e-3
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # names of older versions
+
+
+@functools.cache
+def model() -> Any:
+    """A model whose plain answers have no end."""
+    made = language_model("llama", WIDTH)
+    torch.manual_seed(1)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    made.generation_config.suppress_tokens = [END]
+    made.generation_config.eos_token_id = END
+    return made.requires_grad_(requires_grad=False)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def generated(inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PADDING} | options
+    found: Tensor = model().generate(**inputs, **options)
+    return found
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    missing = [longest - len(prompt) for prompt in prompts]
+    ids = [[PADDING] * gap + prompt for gap, prompt in zip(missing, prompts, strict=True)]
+    mask = [[0] * gap + [1] * (longest - gap) for gap in missing]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def end_of(values: dict[int, float], prompt: int, is_true: Any) -> int | None:
+    """The first position from the last one of the prompt on at which a condition is true."""
+    found = [at for at, it in sorted(values.items()) if at >= prompt - 1 and not math.isnan(it)]
+    return next((at for at in found if is_true(values[at])), None)
+
+
+overs: Any = st.sampled_from(["token", "prompt", "so_far", fh.window(2), fh.ema(0.5)])
+
+
+@settings(max_examples=amount(12, whole=300), deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    prompts=st.lists(st.lists(st.integers(4, 31), min_size=2, max_size=6), min_size=1, max_size=3),
+    over=overs,
+    by=st.sampled_from(["max", "min", "mean", "last"]),
+    at=st.sampled_from([None, "generated"]),
+    share=st.floats(0.05, 0.95),
+    rising=st.booleans(),
+    together=st.booleans(),
+)
+def test_answers_end_with_the_token_that_was_read(  # noqa: PLR0913, PLR0917 (drawn)
+    prompts: list[list[int]],
+    over: Any,
+    by: Any,
+    at: Any,
+    share: float,
+    rising: bool,
+    together: bool,
+) -> None:
+    inputs, longest = padded(prompts), max(map(len, prompts))
+    direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(len(prompts)))
+    at = None if over == "prompt" else at
+    gate = fh.gate("g", "model.layers.0", fh.Dot(direction), at=at, over=over, by=by)
+    keep = fh.keep("@gate.g")
+    monitors = fh.Plan(gate, keep).prepare(model())
+    requests = [monitors.open() for _ in prompts]
+    with fh.rows.generating(requests):
+        plain = generated(inputs)
+    values = []
+    for request in requests:
+        acts: Any = request.acts
+        if "@gate.g" not in acts:
+            values.append({})
+            continue
+        positions = acts.positions("@gate.g")
+        values.append(dict(zip(positions, acts["@gate.g"].tolist(), strict=True)))
+    known = sorted(it for each in values for it in each.values() if not math.isnan(it))
+    if not known:
+        return
+    place = int(share * (len(known) - 1))
+    # Between two values, as rows that share a forward differ in rounding.
+    limit = known[place] - MARGIN
+    if any(abs(each - limit) < MARGIN / 2 for each in known):
+        return
+    when = fh.above("g", limit) if rising else fh.below("g", limit)
+    ends = [
+        end_of(each, len(prompt), lambda it: (it > limit) == rising)
+        for each, prompt in zip(values, prompts, strict=True)
+    ]
+    plan = fh.Plan(gate, fh.stop(when=when), keep)
+    if together:
+        with plan.open(model()) as request:
+            text = generated(inputs)
+        stopped = {each.row: each.position for each in request.stopped}
+    else:
+        prepared = plan.prepare(model())
+        opened = [prepared.open() for _ in prompts]
+        with fh.rows.generating(opened):
+            text = generated(inputs)
+        stopped = {
+            row: each.position for row, request in enumerate(opened) for each in request.stopped
+        }
+    for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
+        full = plain[row, longest:].tolist()
+        # The last token that is drawn does not run.
+        if end is None or end >= len(prompt) + NEW - 1:
+            assert row not in stopped
+            expected = full
+        else:
+            assert stopped[row] == end
+            expected = [*full[: end + 1 - len(prompt)], END]
+        answer = text[row, longest:].tolist()
+        assert answer == expected + [PADDING] * (len(answer) - len(expected))
+
+
+GATE = fh.gate("g", "model.layers.0", fh.Norm())
+ALWAYS = fh.stop(when=fh.above("g", -1.0))
+PROMPT = {"input_ids": torch.tensor([[5, 6, 7]])}
+
+
+def test_a_prompt_may_end_its_request() -> None:
+    with fh.Plan(GATE, ALWAYS).open(model()) as request:
+        assert generated(PROMPT).tolist() == [[5, 6, 7, END]]
+    (stopped,) = request.stopped
+    assert stopped == ("g", 2, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True}, {"min_new_tokens": 4}, {"use_cache": False}, {"temperature": 0.1}],
+)
+def test_the_end_is_drawn_whatever_the_settings_are(options: dict[str, Any]) -> None:
+    late = fh.gate("g", "model.layers.0", fh.Norm(), at="generated", over=fh.window(2))
+    with fh.Plan(late, ALWAYS).open(model()):
+        answer = generated(PROMPT, **options)[0, 3:].tolist()
+    assert len(answer) == 3
+    assert answer[-1] == END
+
+
+def test_without_a_token_for_the_end_the_padding_follows() -> None:
+    with fh.Plan(GATE, ALWAYS).open(model()):
+        answer = generated(PROMPT, eos_token_id=None)
+    assert answer.tolist() == [[5, 6, 7, PADDING]]
+
+
+def test_a_further_generation_of_a_request_goes_on() -> None:
+    """Its texts are others."""
+    late = fh.gate("g", "model.layers.0", fh.Norm(), at="generated", over=fh.window(2))
+    with fh.Plan(late, ALWAYS).open(model()) as request:
+        assert generated(PROMPT).shape[1] == 6
+        assert generated({"input_ids": torch.tensor([[5, 6, 7, 8]])}).shape[1] == 7
+    assert {each.position for each in request.stopped} == {4, 5}
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+def test_beams_and_drafts_are_refused(options: dict[str, Any]) -> None:
+    with (
+        pytest.raises(fh.HookError, match=r"stop\(\) needs generate without drafts and beams"),
+        fh.Plan(GATE, ALWAYS).open(model()),
+    ):
+        generated(PROMPT, **options)
+
+
+def test_calls_tell_where_their_rows_ended() -> None:
+    """In chunks as in one piece."""
+    plan = fh.Plan(GATE, fh.stop(when=fh.below("g", 1e6) & ~fh.above("g", 1e6)))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
+    with plan.open(model(), prompt=3) as request:
+        model()(ids)
+    assert request.stopped == [("g", 2, 0), ("g", 2, 1)]
+    cache = transformers.DynamicCache()
+    with plan.open(model(), prompt=3) as request:
+        model()(ids[:, :2], past_key_values=cache)
+        assert request.stopped == []
+        model()(ids[:, 2:], past_key_values=cache)
+    assert request.stopped == [("g", 2, 0), ("g", 2, 1)]
+
+
+def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:
+    """The last gate of a forward decides, with the values that all of them have by then."""
+    plan = fh.Plan(
+        fh.gate("late", "model.layers.1", fh.Norm()),
+        fh.gate("early", "model.embed_tokens", fh.Norm(), at="generated"),
+        fh.stop(when=fh.above("early", -1.0) & fh.above("late", -1.0)),
+    )
+    with plan.open(model()) as request:
+        assert generated(PROMPT).shape[1] == 5
+    assert request.stopped == [("early, late", 3, 0)]
+
+
+def test_rejected_tokens_end_nothing() -> None:
+    with fh.Plan(GATE, ALWAYS).open(model(), prompt=1) as request:
+        model()(torch.tensor([[5, 6, 7]]))
+        assert request.stopped
+        (((number, _), _),) = request.gates._stopped.items()
+        request.accept(0, number)
+    assert request.stopped == []
+
+
+def test_a_plan_with_a_stop_is_json() -> None:
+    plan = fh.Plan(GATE, fh.stop(when=fh.above("g", 0.5) & ~fh.below("g", 0.1)))
+    assert fh.Plan.from_json(plan.to_json()) == plan
+    assert "stop" in repr(plan)
+    with pytest.raises(ValueError, match=r"entries\[0\].* 'when'"):
+        fh.Plan.from_json('{"version": 1, "entries": [{"type": "stop"}]}')
+    with pytest.raises(ValueError, match=r"entries\[0\]\.when: expected an object"):
+        fh.Plan.from_json('{"version": 1, "entries": [{"type": "stop", "when": null}]}')
+
+
+def test_what_is_no_condition_is_refused() -> None:
+    with pytest.raises(fh.HookTypeError, match="when must be a condition on gates"):
+        fh.stop(when=0.3)  # type: ignore[arg-type]
+    with pytest.raises(fh.HookError, match="the plan has no gate 'g'"):
+        fh.Plan(ALWAYS).prepare(model())
