@@ -89,6 +89,19 @@ def steer_only_when(names: Names) -> None:
     assert [value > 0.05 for value in seen] == [True, True, True, False, False]
 
 
+def stop_when(names: Names) -> None:
+    model, ids = names["model"], names["tokens_of"](names["SEA"])
+    settings = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    plain = model.generate(**ids, max_new_tokens=60, **settings)  # the oracle: the scores
+    certain = [float(each.softmax(-1).max()) for each in plain.scores[1:]]
+    start = next(at for at in range(len(certain)) if min(certain[at : at + 8]) > 0.7)
+    prompt = ids["input_ids"].shape[1]
+    kept = plain.sequences[0, : prompt + start + 8].tolist()
+    with names["plan"].open(model):
+        text = model.generate(**ids, max_new_tokens=60, do_sample=False)[0].tolist()
+    assert text == [*kept, model.generation_config.eos_token_id]
+
+
 def ablate_head(names: Names) -> None:
     drop, model, paris, ids = (names[name] for name in ("drop", "model", "paris", "ids"))
     plain = model(ids).logits[0, -1].softmax(-1)
@@ -244,6 +257,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "steer": steer,
     "steer-generation": steer_generation,
     "steer-only-when": steer_only_when,
+    "stop-when": stop_when,
     "ablate-head": ablate_head,
     "patch": patch,
     "attribution-patching": attribution_patching,
