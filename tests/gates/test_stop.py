@@ -92,7 +92,7 @@ def test_answers_end_with_the_token_that_was_read(  # noqa: PLR0913, PLR0917 (dr
     requests = [monitors.open() for _ in prompts]
     with fh.rows.generating(requests):
         plain = generated(inputs)
-    values = []
+    values: list[dict[int, float]] = []
     for request in requests:
         acts: Any = request.acts
         if "@gate.g" not in acts:

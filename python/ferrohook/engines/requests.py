@@ -18,7 +18,7 @@ from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ferrohook.engines.model.modules import CaptureEntry
-    from ferrohook.gates.stops import Stopped
+    from ferrohook.gates.state import Stopped
     from ferrohook.plans import Prepared, Request
 
 

@@ -8,10 +8,14 @@ from ctypes import c_float
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+import torch
+
 from ferrohook.util.arguments import at_least, expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 By: TypeAlias = 'Literal["max", "min", "mean", "last"]'
 """How readings become one value."""
@@ -143,25 +147,45 @@ def _extend(
         running += accumulate(new, step)
 
 
-def weights(over: Over, by: By, readings: Sequence[float], count: int) -> tuple[range, list[float]]:
-    """Returns the readings that a value is made of, and its derivative by each.
+def recorded(
+    over: Over, by: By, readings: Sequence[float], graph: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Returns the same values from readings with a gradient; see `aggregated` for other arguments.
 
     Args:
-        over: see `aggregated`, and so are the others.
+        over: as there.
         by: as there.
         readings: as there.
-        count: of the value.
+        graph: the readings with their gradient, float32, (readings,).
+        counts: as there.
+
+    Returns:
+        float32, (values,).
     """
+    last = torch.tensor(counts, device=graph.device) - 1
     if over == "token" or (by == "last" and not isinstance(over, Ema)):
-        return range(count - 1, count), [1.0]
-    span = range(count - over.size if isinstance(over, Window) else 0, count)
+        return graph[last]
     if isinstance(over, Ema):
-        of_each = [(1 - over.decay) * over.decay**later for later in range(count - 1, -1, -1)]
-        return span, [over.decay ** (count - 1), *of_each[1:]]
+        averages = [graph[0]]
+        for reading in graph[1:].unbind():
+            averages.append(over.decay * averages[-1] + (1 - over.decay) * reading)
+        return torch.stack(averages)[last]
     if by == "mean":
-        return span, [1 / len(span)] * len(span)
-    chosen = (max if by == "max" else min)(span, key=readings.__getitem__)
-    return range(chosen, chosen + 1), [1.0]
+        sums = graph.to(torch.float64).cumsum(0)
+        sizes = last + 1
+        if isinstance(over, Window):
+            sums = sums - torch.cat((sums.new_zeros(over.size), sums[: -over.size]))
+            sizes = torch.full_like(sizes, over.size)
+        return (sums[last] / sizes).to(graph.dtype)
+    chosen = max if by == "max" else min
+    if isinstance(over, Window):
+        spans = (range(count - over.size, count) for count in counts)
+        places = [chosen(span, key=readings.__getitem__) for span in spans]
+    else:
+        span = range(len(readings))
+        extremes = [*accumulate(span, lambda *pair: chosen(pair, key=readings.__getitem__))]
+        places = [extremes[count - 1] for count in counts]
+    return graph[torch.tensor(places, device=graph.device)]
 
 
 def float32(number: float) -> float:

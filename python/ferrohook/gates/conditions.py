@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import torch
 
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import float32
@@ -75,24 +76,15 @@ class Comparison(Condition):
 
     def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
         values, closed = values_of(self.gate), self.closed
-        low, high = self._numbers
         if not isinstance(self.low, str) and not isinstance(self.high, str):
+            low, high = _rounded(self.low), _rounded(self.high)
             return [_truth(value, low, high, closed=closed) for value in values]
         lows, highs = (
-            values_of(bound) if isinstance(bound, str) else [number] * len(values)
-            for bound, number in ((self.low, low), (self.high, high))
+            values_of(bound) if isinstance(bound, str) else [_rounded(bound)] * len(values)
+            for bound in (self.low, self.high)
         )
         together = zip(values, lows, highs, strict=True)
         return [_truth(value, least, most, closed=closed) for value, least, most in together]
-
-    @cached_property
-    def _numbers(self) -> tuple[float | None, float | None]:
-        """The bounds that are numbers, as gates have them; None for others."""
-        low, high = (
-            float32(bound) if isinstance(bound, int | float) else None
-            for bound in (self.low, self.high)
-        )
-        return low, high
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         yield self.gate
@@ -173,7 +165,9 @@ class Ramp:
 
     def of_tensor(self, values: Tensor) -> Tensor:
         """Returns the strengths for values of the gate, differentiably."""
-        return ((values - self.start) / (self.end - self.start)).clamp(0.0, 1.0)
+        # Bounds may be beyond float32.
+        strengths = (values.to(torch.float64) - self.start) / (self.end - self.start)
+        return strengths.clamp(0.0, 1.0).to(values.dtype)
 
 
 def above(gate: str, threshold: float | str) -> Condition:
@@ -258,6 +252,11 @@ def check_name(name: Any) -> str:
         raise ValueError(msg)
     check_encodes(name, "the name of a gate")
     return str(name)
+
+
+def _rounded(bound: float | None) -> float | None:
+    """Returns a bound as values of gates have it."""
+    return None if bound is None else float32(bound)
 
 
 def _truth(value: float, low: float | None, high: float | None, *, closed: bool) -> Truth:

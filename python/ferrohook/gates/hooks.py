@@ -83,7 +83,8 @@ class GateReader:
             check(request.gates, tokens)
         if not self.kept:
             return
-        values = torch.tensor(request.gates.values(self._gate, tokens), device=read.device)
+        found = request.gates.values(self._gate, tokens)
+        values = torch.tensor(found, dtype=torch.float32, device=read.device)
         for capture in self.kept:
             collector = request.collector(capture, complete=False)
             store_rows(collector, [(0, values)], tokens.positions, tokens.rows, tokens.sequences)
@@ -161,7 +162,9 @@ class TokenChoice:
     ) -> tuple[list[bool], Tensor | None]:
         """Returns which of some tokens are changed, and the strengths if they follow a gate."""
         acts, strengths = self.decide(request, GateTokens(*given))
-        return acts, torch.tensor(strengths) if isinstance(strengths, list) else strengths
+        if isinstance(strengths, list):
+            strengths = torch.tensor(strengths, dtype=torch.float32)
+        return acts, strengths
 
     def decide(
         self, request: GatedRequest, tokens: GateTokens
@@ -189,7 +192,9 @@ class TokenChoice:
             gate = self._gates[self._follows.gate]
             graph = request.gates.graph_of(gate, tokens, values)
             if graph is not None:
-                return acts, self._follows.of_tensor(graph)
+                strengths = self._follows.of_tensor(graph)
+                # Tokens that are not changed have no gradient.
+                return acts, strengths.where(torch.tensor(acts, device=graph.device), 0.0)
         # An unknown one is not used, and NaN would reach gradients.
         known = [0.0 if isnan(value) else value for value in values]
         return acts, self._follows.of(known)
@@ -229,9 +234,11 @@ def decide_together(
         return acts, None, errors
     recorded = next((each for each in strengths if isinstance(each, Tensor)), None)
     if recorded is None:
-        together = torch.tensor([each for of_hook in strengths for each in of_hook])
-    else:
-        together = torch.cat([torch.as_tensor(each).to(recorded.device) for each in strengths])
+        flat = [each for of_hook in strengths for each in of_hook]
+        return acts, torch.tensor(flat, dtype=torch.float32), errors
+    together = torch.cat(
+        [torch.as_tensor(each, dtype=torch.float32).to(recorded.device) for each in strengths]
+    )
     return acts, together, errors
 
 

@@ -130,19 +130,22 @@ class JoinedReading:
     """
 
     def __init__(self, readings: Sequence[Reading]) -> None:
-        first = readings[0]
-        self._first = first
+        self._first = first = readings[0]
         self._tables: dict[str, Tensor] = {}
-        """For each field, a value for each of the readings; none if the readings are one."""
+        """For each field, a value for each of the readings; none if the readings are equal."""
         self._on_device: dict[torch.device, dict[str, Tensor]] = {}
-        if all(each is first for each in readings):
+        names = [field.name for field in dataclasses.fields(first)]
+        tensors = [it for it in (getattr(first, name) for name in names) if isinstance(it, Tensor)]
+        if all(each is first for each in readings) or any(it.dim() > 1 for it in tensors):
             return
-        for field in dataclasses.fields(first):
-            values = [getattr(each, field.name) for each in readings]
-            if isinstance(values[0], Tensor):
-                self._tables[field.name] = torch.stack(values).to(torch.float32)
-            elif isinstance(values[0], float):
-                self._tables[field.name] = torch.tensor(values)
+        with torch.inference_mode(mode=False):  # a later batch may record a graph
+            for name in names:
+                values = [getattr(each, name) for each in readings]
+                if isinstance(values[0], Tensor):
+                    cast = [each.detach().to("cpu", torch.float32) for each in values]
+                    self._tables[name] = torch.stack(cast)
+                elif isinstance(values[0], float):
+                    self._tables[name] = torch.tensor(values, dtype=torch.float32)
 
     def __call__(self, vectors: Tensor, counts: list[int]) -> Tensor:
         """Reads tokens; `counts`: how many are of each reading, one after the other.
@@ -154,7 +157,8 @@ class JoinedReading:
             return self._first(vectors)
         device = vectors.device
         if (tables := self._on_device.get(device)) is None:
-            tables = {name: table.to(device) for name, table in self._tables.items()}
+            with torch.inference_mode(mode=False):
+                tables = {name: table.to(device) for name, table in self._tables.items()}
             self._on_device[device] = tables
         if any(count != 1 for count in counts):
             rows = [number for number, count in enumerate(counts) for _ in range(count)]
@@ -235,7 +239,8 @@ class Cosine(Reading):
     def _read(self, vectors: Tensor) -> Tensor:
         direction = _in(vectors, self.direction)
         if self.projected:
-            along = (vectors * direction).sum(-1, keepdim=True) / (direction * direction).sum()
+            squared = (direction * direction).sum(-1, keepdim=True)
+            along = (vectors * direction).sum(-1, keepdim=True) / squared
             direction = (along * direction).tanh()
         lengths = vector_norm(vectors, dim=-1) * vector_norm(direction, dim=-1)
         cosines: Tensor = (vectors * direction).sum(-1) / lengths.where(lengths > 0, 1.0)

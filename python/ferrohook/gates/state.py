@@ -12,7 +12,7 @@ import torch
 
 from ferrohook._core import places_at
 from ferrohook.errors import HookError
-from ferrohook.gates.aggregation import Window, aggregated, weights
+from ferrohook.gates.aggregation import Window, aggregated, recorded
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.gates.gate import Gate
-    from ferrohook.gates.stops import Stopped
 
 _MOST_SEQUENCES: Final = 64
 """Calls without a common KV cache whose readings a request stores for each gate."""
@@ -31,7 +30,7 @@ class GateTokens(NamedTuple):
     """Tokens of a call, as the core gives them, in the order of memory."""
 
     rows: list[int]
-    """Row of each in the request; ascending."""
+    """Row of each in the request."""
     positions: list[int]
     """Position of each."""
     sequences: int
@@ -54,6 +53,18 @@ class GateTokens(NamedTuple):
         ]
         rows, positions = ([of_all[it] for it in kept] for of_all in (self.rows, self.positions))
         return self._replace(rows=rows, positions=positions)
+
+
+class Stopped(NamedTuple):
+    """End of a sequence whose plan has a `stop`."""
+
+    gate: str
+    """Name of the gate; of several, with commas between them."""
+    position: int
+    """Position of the token at which the condition was true: the last one of the answer, or of
+    the prompt."""
+    row: int
+    """Row of the sequence in its call."""
 
 
 class UnreadError(HookError):
@@ -244,31 +255,34 @@ class GateStates:
             None if no reading of them has a gradient.
         """
         rows = self._sequences(gate.name, tokens.sequences)
-        found = torch.tensor([0.0 if isnan(value) else value for value in values])
-        changes: list[Tensor] = []
+        found: list[Tensor] = []
         for row, places in _by_row(tokens.rows):
             state = rows.get(row) or _Row()
             positions = tokens.positions[places]
+            own = [0.0 if isnan(value) else value for value in values[places]]
+            plain = torch.tensor(own, dtype=torch.float32)
             read, readings, counts = _counts(gate, state, positions, tokens.prompt(row))
-            graphs = [state.graphs.get(position) for position in read[: max(counts)]]
-            recorded = next((each for each in graphs if each is not None), None)
-            if recorded is None:
-                changes.append(torch.zeros(len(counts)))
+            read, readings = read[: max(counts)], readings[: max(counts)]
+            graphs = [state.graphs.get(position) for position in read]
+            some = next((each for each in graphs if each is not None), None)
+            if some is None:
+                found.append(plain)
                 continue
-            zero = recorded.new_zeros(())
+            zero = some.new_zeros(())
             graph = torch.stack([zero if it is None else it.to(zero.device) for it in graphs])
-            factors = torch.zeros(len(counts), len(graph))
-            for of_value, count in zip(factors, counts, strict=True):
-                if count:
-                    span, of_each = weights(gate.over, gate.by, readings, count)
-                    of_value[span.start : span.stop] = torch.tensor(of_each)
+            places_known = [place for place, count in enumerate(counts) if count]
+            known = [counts[place] for place in places_known]
+            value = recorded(gate.over, gate.by, readings, graph, known)
             # Zeros with a gradient: the values are those that the host found.
-            nothing = (graph - graph.detach()).nan_to_num()
-            changes.append((factors.to(graph.device) * nothing).sum(-1))
-        if not any(each.requires_grad for each in changes):
+            index = torch.tensor(places_known, device=value.device)
+            changes = value.new_zeros(len(counts)).index_copy(
+                0, index, (value - value.detach()).nan_to_num()
+            )
+            found.append(plain.to(value.device) + changes)
+        if not any(each.requires_grad for each in found):
             return None
-        device = next(each.device for each in changes if each.requires_grad)
-        return found.to(device) + torch.cat([each.to(device) for each in changes])
+        device = next(each.device for each in found if each.requires_grad)
+        return torch.cat([each.to(device) for each in found])
 
 
 def _check_once(gate: Gate, positions: list[int]) -> None:
@@ -287,7 +301,7 @@ def _check_once(gate: Gate, positions: list[int]) -> None:
 
 def _by_row(rows: list[int]) -> list[tuple[int, slice]]:
     """Groups the places of tokens by their rows."""
-    if rows[0] == rows[-1]:  # ascending
+    if rows.count(rows[0]) == len(rows):
         return [(rows[0], slice(None))]
     ends = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1]]
     return [(rows[start], slice(start, end)) for start, end in pairwise([0, *ends, len(rows)])]

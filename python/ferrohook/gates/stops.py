@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ferrohook.gates.state import GateTokens, UnreadError
+from ferrohook.gates.state import Stopped, UnreadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ferrohook.gates.conditions import Condition
     from ferrohook.gates.gate import Gate
-    from ferrohook.gates.state import GateStates
-
-
-class Stopped(NamedTuple):
-    """End of a sequence whose plan has a `stop`."""
-
-    gate: str
-    """Name of the gate; of several, with commas between them."""
-    position: int
-    """Position of the token at which the condition was true: the last one of the answer, or of
-    the prompt."""
-    row: int
-    """Row of the sequence in its call."""
+    from ferrohook.gates.state import GateStates, GateTokens
 
 
 class StopCheck:

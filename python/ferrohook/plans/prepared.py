@@ -31,8 +31,8 @@ from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.gates.conditions import Ramp
 from ferrohook.gates.hooks import GateReader, TokenChoice
-from ferrohook.gates.state import GateStates
-from ferrohook.gates.stops import StopCheck, Stopped
+from ferrohook.gates.state import GateStates, Stopped
+from ferrohook.gates.stops import StopCheck
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, table
 from ferrohook.plans.needs import needs_at

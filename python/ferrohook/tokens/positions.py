@@ -130,13 +130,14 @@ def _absolute(position: int, lengths: Tensor) -> Tensor | int:
 
 
 def native_at(at: At) -> Any:
-    """Returns positions as the core takes them: a function finds places in a list of positions."""
+    """Returns positions as the core takes them: a function finds places in positions of rows."""
     return functools.partial(_places, at) if callable(at) else at
 
 
-def _places(at: At, positions: list[int], length: int) -> list[int]:
-    tokens = Tokens(torch.tensor([positions]), torch.tensor([length]))
-    places: list[int] = mask_of(at, tokens)[0].nonzero().flatten().tolist()
+def _places(at: At, positions: list[list[int]], lengths: list[int]) -> list[int]:
+    """Returns the places of the tokens at some positions, row after row."""
+    tokens = Tokens(torch.tensor(positions), torch.tensor(lengths))
+    places: list[int] = mask_of(at, tokens).flatten().nonzero().flatten().tolist()
     return places
 
 

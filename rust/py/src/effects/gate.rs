@@ -168,7 +168,9 @@ impl GateGroup {
         if all && let Some(joined) = self.joined.get() {
             return Ok(joined.bind(py).clone());
         }
-        let readers = parts.iter().map(|place| self.hooks[*place].get().read.bind(py));
+        let readers = parts
+            .iter()
+            .map(|place| self.hooks[*place].get().read.bind(py));
         let readers: Vec<_> = readers.collect();
         let joined = readers[0].call_method1(intern!(py, "joined"), (&readers,))?;
         if all {
@@ -178,11 +180,7 @@ impl GateGroup {
     }
 
     /// Has the gates read their rows; `failed` takes the errors of parts.
-    fn read(
-        &self,
-        shared: &SharedValue<'_, '_>,
-        failed: &mut Vec<(usize, PyErr)>,
-    ) -> PyResult<()> {
+    fn read(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) -> PyResult<()> {
         let py = shared.value.py();
         let part = self.hooks[0].get().part.as_ref();
         let x = match part {

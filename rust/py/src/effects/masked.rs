@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use ferrohook_core::Phase;
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -219,27 +220,22 @@ impl InBatch for MaskedHook {
                 return Ok(Some(Merging { at, ..merging }));
             }
         }
-        let of_plan = self.tracker.is_none() && positioned(owner)?;
-        Ok(of_plan.then(|| Merging {
+        let whole = self.mask.is_none() && self.condition.is_none();
+        let merges = whole || (self.tracker.is_none() && positioned(owner)?);
+        Ok(merges.then(|| Merging {
             hook: object.clone().unbind(),
             ..merging
         }))
     }
 
-    fn check_parts<'py>(
-        &self,
-        parts: &[MergedPart<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>> {
-        let inner = interventions(parts)?;
-        let inner = as_parts(parts, &inner);
-        inner[0].hook.cast::<InterventionBase>()?.get().check_parts(&inner, value)
-    }
+    // Nothing is checked ahead: a hook fails its member only where it acts.
 
     fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         let inner = interventions(parts)?;
         let groups = JointInterventions::of(&as_parts(parts, &inner), select)?.0;
-        let groups = groups.into_iter().map(|group| ConditionalGroup::of(parts, group));
+        let groups = groups
+            .into_iter()
+            .map(|group| ConditionalGroup::of(parts, group));
         Ok(Box::new(JointConditional(groups.collect::<PyResult<_>>()?)))
     }
 }
@@ -312,7 +308,10 @@ impl ConditionalGroup {
         });
         let hooks: Vec<_> = hooks.collect();
         let (mut acts, mut strengths) = (vec![true; tokens.len()], None);
-        if !hooks.iter().all(|(condition, strength, ..)| condition.is_none() && strength.is_none()) {
+        if !hooks
+            .iter()
+            .all(|(condition, strength, ..)| condition.is_none() && strength.is_none())
+        {
             let decided = decide(py)?.call1((hooks,))?;
             let errors: Vec<_>;
             (acts, strengths, errors) = decided.extract()?;
@@ -320,6 +319,11 @@ impl ConditionalGroup {
         }
         if !acts.contains(&true) {
             return Ok(None);
+        }
+        if torch::is_grad_enabled(py)? && tokens.has_idle(&acts) {
+            // Its gradient would pass through a change that is not made, whose own may be NaN.
+            let message = "each member runs alone where one is not changed and a graph is recorded";
+            return Err(PyTypeError::new_err(message));
         }
         let all = acts.len() == tokens.count && !acts.contains(&false);
         Ok(Some(Blend {

@@ -13,12 +13,11 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::FrameSlot;
 use crate::error::rows_error;
 use crate::rows::mask::Mask;
-use crate::rows::places::{
-    MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors,
-};
+use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors};
 
 /// Positions in a request, as `At` of Python: a name, an int, a slice, or a function that gets the
-/// list of the tokens' positions and returns the places of the chosen ones.
+/// positions of rows of tokens and the lengths of their prompts, and returns the places of the chosen
+/// ones.
 pub struct At {
     given: Py<PyAny>,
     kind: PositionsKind,
@@ -103,6 +102,27 @@ impl At {
         Ok(())
     }
 
+    /// Calls the function with the positions of rows of one length; returns places, row after row.
+    fn chosen_by_function(
+        &self,
+        py: Python<'_>,
+        rows: &[&[Position]],
+        lengths: &[i64],
+    ) -> PyResult<Vec<usize>> {
+        let count = rows.iter().map(|row| row.len()).sum();
+        let positions = rows
+            .iter()
+            .map(|row| row.iter().map(|it| it.0).collect::<Vec<_>>());
+        let positions: Vec<_> = positions.collect();
+        let places = self.given.bind(py).call1((positions, lengths))?;
+        let places: Vec<usize> = places.extract()?;
+        if places.iter().any(|place| *place >= count) {
+            let message = "a place is out of range of the rows";
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(places)
+    }
+
     /// Returns the places of the tokens that are at them. `prompt`: length of the prompt, see `check`.
     fn places(
         &self,
@@ -128,14 +148,7 @@ impl At {
                 })
             }
             PositionsKind::Function => {
-                let count = positions.len();
-                let positions: Vec<_> = positions.iter().map(|it| it.0).collect();
-                let places = self.given.bind(py).call1((positions, length))?;
-                let places: Vec<usize> = places.extract()?;
-                if places.iter().any(|place| *place >= count) {
-                    let message = "a place is out of range of the rows";
-                    return Err(PyValueError::new_err(message));
-                }
+                let places = self.chosen_by_function(py, &[positions], &[length])?;
                 return Ok(places.into_iter().map(MemberPlace).collect());
             }
         };
@@ -286,6 +299,15 @@ impl Masks {
         let PlanPositions(ats) = ats;
         let rows = positions.len() / columns;
         let of_all = |at: &At| {
+            if matches!(at.kind, PositionsKind::Function) {
+                let of_rows: Vec<_> = positions.chunks(columns).collect();
+                let length = |row| prompts.get(row).or(prompts.first()).copied();
+                let lengths: Vec<_> = (0..rows)
+                    .map(|row| length(row).unwrap_or_default())
+                    .collect();
+                let places = at.chosen_by_function(py, &of_rows, &lengths)?;
+                return Ok(places.into_iter().map(TokenPlace).collect());
+            }
             let mut all = Vec::new();
             for (row, positions) in positions.chunks(columns).enumerate() {
                 let prompt = prompts.get(row).or_else(|| prompts.first());

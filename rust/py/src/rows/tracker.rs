@@ -11,9 +11,7 @@ use crate::error::hook_error;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::mask::Mask;
 use crate::rows::membership::{MemberCall, Membership};
-use crate::rows::places::{
-    MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens,
-};
+use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens};
 
 /// Frame that knows the tokens at some positions in the running calls of a model: a request of a
 /// plan, or the tracker of a hook or a capture with positions, which is never entered.

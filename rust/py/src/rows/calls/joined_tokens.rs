@@ -31,8 +31,10 @@ pub struct TokenPart {
 pub struct JoinedTokens<'py> {
     /// The parts that have some: places among those that were asked for, members, and tokens for Python.
     pub parts: Vec<(usize, Bound<'py, PyAny>, Bound<'py, PyTuple>)>,
+    /// Number of tokens of each of these parts.
+    lengths: Vec<usize>,
     /// Place of each token among all.
-    places: Vec<usize>,
+    index: Index,
     /// Number of all tokens.
     pub count: usize,
     /// Number of columns of padded rows; None if a row is a token.
@@ -48,24 +50,26 @@ impl<'py> JoinedTokens<'py> {
         failed: &mut Vec<(usize, PyErr)>,
     ) -> PyResult<Self> {
         let py = shared.value.py();
-        let mut joined = Self {
-            parts: Vec::with_capacity(asked.len()),
-            places: Vec::with_capacity(asked.len()),
-            count: 0,
-            columns: None,
-            dim: shared.layout.dim,
-        };
+        let mut parts = Vec::with_capacity(asked.len());
+        let mut places = Vec::with_capacity(asked.len());
+        let mut lengths = Vec::with_capacity(asked.len());
+        let (mut all, mut columns) = (0, None);
         for (place, part) in asked.iter().enumerate() {
             let tokens = (shared.tokens)(part.number);
-            let Some(positions) = &tokens.positions else {
-                let message = "hooks on gates merge where the batch knows its positions";
-                return Err(PyTypeError::new_err(message));
+            // Without positions a row is a token.
+            columns = match &tokens.positions {
+                Some(positions) => match positions.dims {
+                    TokenDims::Rows(_) => None,
+                    TokenDims::Padded(rows) => Some(positions.values.len() / rows.max(1)),
+                },
+                None if part.at.is_none() => None,
+                None => {
+                    let message = "hooks on gates merge where the batch knows its positions";
+                    return Err(PyTypeError::new_err(message));
+                }
             };
-            joined.columns = match positions.dims {
-                TokenDims::Rows(_) => None,
-                TokenDims::Padded(rows) => Some(positions.values.len() / rows.max(1)),
-            };
-            let count = part.rows * joined.columns.unwrap_or(1);
+            let count = part.rows * columns.unwrap_or(1);
+            let before = places.len();
             let owner = (shared.owner)(part.number);
             if let Some(at) = part.at {
                 let tracker = TokenTracker::of(py, None, Some(&owner))?;
@@ -75,19 +79,29 @@ impl<'py> JoinedTokens<'py> {
                     Ok(None) => {}
                     Ok(Some(found)) => {
                         let of_part = found.places.iter().flatten();
-                        joined.places.extend(of_part.map(|it| joined.count + it.0));
+                        places.extend(of_part.map(|it| all + it.0));
                         let given = found.for_python(py)?;
-                        joined.parts.push((place, owner, given));
+                        parts.push((place, owner, given));
                     }
                 }
             } else {
-                joined.places.extend(joined.count..joined.count + count);
+                places.extend(all..all + count);
                 let given = (vec![0; count], Vec::<i64>::new(), 0, None::<usize>);
-                joined.parts.push((place, owner, given.into_pyobject(py)?));
+                parts.push((place, owner, given.into_pyobject(py)?));
             }
-            joined.count += count;
+            if places.len() > before {
+                lengths.push(places.len() - before);
+            }
+            all += count;
         }
-        Ok(joined)
+        Ok(Self {
+            parts,
+            lengths,
+            index: Index::of(places),
+            count: all,
+            columns,
+            dim: shared.layout.dim,
+        })
     }
 
     /// Returns the errors that Python found for the parts, None for a part without one. `asked`: the
@@ -103,13 +117,23 @@ impl<'py> JoinedTokens<'py> {
         })
     }
 
+    /// True if a part has only tokens for which `acts` is false.
+    pub fn has_idle(&self, acts: &[bool]) -> bool {
+        let mut start = 0;
+        self.lengths.iter().any(|length| {
+            let own = &acts[start..start + length];
+            start += length;
+            !own.contains(&true)
+        })
+    }
+
     /// Number of the tokens.
     pub fn len(&self) -> usize {
-        self.places.len()
+        self.index.rows.len()
     }
 
     fn has_all(&self) -> bool {
-        self.places.len() == self.count
+        self.index.rows.len() == self.count
     }
 
     /// Returns how many leading dimensions of a tensor of the parts' rows index tokens. Raises if they
@@ -150,7 +174,7 @@ impl<'py> JoinedTokens<'py> {
         if self.has_all() {
             return Ok(flat);
         }
-        let places = Index::of(self.places.clone()).on_device_of(&flat)?;
+        let places = self.index.on_device_of(&flat)?;
         flat.call_method1(intern!(py, "index_select"), (0, places))
     }
 
@@ -163,10 +187,15 @@ impl<'py> JoinedTokens<'py> {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         let dims = self.dims_of(x)?;
-        let device = x.getattr(intern!(py, "device"))?;
-        let mut all = numbers.call_method1(intern!(py, "to"), (device,))?;
+        let fractions = numbers.call_method0(intern!(py, "is_floating_point"))?;
+        let like = if fractions.is_truthy()? {
+            x.clone()
+        } else {
+            x.getattr(intern!(py, "device"))?
+        };
+        let mut all = numbers.call_method1(intern!(py, "to"), (like,))?;
         if !self.has_all() {
-            let places = Index::of(self.places.clone()).on_device_of(x)?;
+            let places = self.index.on_device_of(x)?;
             let zeros = all.call_method1(intern!(py, "new_zeros"), (self.count,))?;
             all = zeros.call_method1(intern!(py, "index_copy"), (0, places, all))?;
         }
