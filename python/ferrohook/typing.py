@@ -5,6 +5,7 @@ from ferrohook.attach.hook_info import HookInfo as HookInfo
 from ferrohook.data.collect import Collected as Collected
 from ferrohook.effects.typed import OnError as OnError
 from ferrohook.effects.typed import Phase as Phase
+from ferrohook.gates.state import Stopped as Stopped
 from ferrohook.names.select import Selector as Selector
 from ferrohook.plans import Prepared as Prepared
 from ferrohook.plans import Request as Request
@@ -30,6 +31,7 @@ __all__ = [
     "Request",
     "RunResult",
     "Selector",
+    "Stopped",
 ]
 
 

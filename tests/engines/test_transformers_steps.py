@@ -192,7 +192,9 @@ def test_a_running_engine_is_attached_between_two_steps() -> None:
 
 def test_the_head_has_as_many_rows_as_requests() -> None:
     def future(name: str, rows: int, offset: int, *, draws: bool) -> Any:
-        state = types.SimpleNamespace(request_id=name, position_offset=offset)
+        state = types.SimpleNamespace(
+            request_id=name, position_offset=offset, _eos_token_ids={2, 1}
+        )
         return types.SimpleNamespace(state=state, query_length=rows, has_new_token=draws)
 
     io = types.SimpleNamespace(
@@ -204,4 +206,4 @@ def test_the_head_has_as_many_rows_as_requests() -> None:
         num_q_tokens=5,
     )
     step = transformers_steps.read_step(types.SimpleNamespace(inputs_and_outputs=io))
-    assert step == (["a", "b"], [3, 2], [4, 0], ["b"], [4, -1, -1], 5)
+    assert step == (["a", "b"], [3, 2], [4, 0], ["b"], [4, -1, -1], 5, [[1, 2]])

@@ -290,7 +290,8 @@ def test_a_batch_in_inference_mode_leaves_later_ones_their_gradients() -> None:
     with fh.batch(rows, positions=torch.full((3, 1), 3), lengths=lengths):
         found = model(ids)
     found.sum().backward()
-    assert model.layers[0].weight.grad is not None
+    layer: Any = model.layers[0]
+    assert layer.weight.grad is not None
 
 
 def test_functions_get_the_positions_of_all_rows_of_a_request() -> None:
@@ -350,8 +351,8 @@ def test_a_token_that_is_not_changed_gives_no_gradient(options: dict[str, Any]) 
         output = model(torch.tensor([[1, 2, 3, 4]]))
     assert request.error is None
     output[:, 1:].sum().backward()
-    assert model.layers[0].weight.grad is not None
-    assert model.layers[0].weight.grad.isfinite().all()
+    layer: Any = model.layers[0]
+    assert layer.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("grad", [False, True])

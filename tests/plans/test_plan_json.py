@@ -230,8 +230,8 @@ def vector(**fields: Any) -> dict[str, Any]:
 
 
 HOSTILE = [
-    (3, "entries[1]: expected an object whose type is one of on, keep, gate, got 3"),
-    ({}, "entries[1]: expected an object whose type is one of on, keep, gate, got None"),
+    (3, "entries[1]: expected an object whose type is one of on, keep, gate, stop, got 3"),
+    ({}, "entries[1]: expected an object whose type is one of on, keep, gate, stop, got None"),
     ({"type": "run", "what": "a"}, "entries[1]: .*, got 'run'"),
     ({"type": ["on"]}, "entries[1]: .*, got list"),
     ({"type": "on", "what": "a"}, "entries[1]: the key 'hook' is missing"),

@@ -110,7 +110,7 @@ def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: fh.Plan("act"), fh.HookTypeError, r"entries made by on\(\), keep\(\) or gate\(\)"),
+        (lambda: fh.Plan("act"), fh.HookTypeError, r"entries made by on\(\), keep\(\), gate"),
         (lambda: fh.on("act", 7), fh.HookTypeError, "7|int"),
         (lambda: fh.on("act", ignore, phase="before"), ValueError, "before"),
         (lambda: fh.on("act", ignore, on_error="ask"), ValueError, "ask"),

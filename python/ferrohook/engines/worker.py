@@ -72,8 +72,8 @@ class EngineWorker:
         )
         self._in_step: list[tuple[EngineRequest, Span]] = []
         """Requests of the settled step, and their rows."""
-        self._ran: list[EngineRequest] = []
-        """Requests of the last step."""
+        self._stopped: dict[str, str] = {}
+        """Gates that ended requests in the last step."""
         self._from_cache: list[EngineRequest] = []
         """Those that begin with keys and values of others."""
         self._failed: list[EngineRequest] = []
@@ -150,11 +150,8 @@ class EngineWorker:
 
     def stops(self) -> dict[str, str]:
         """Returns the requests that a `stop` of their plans ended in the last step, by its gate."""
-        return {
-            request.name: request.stopped.gate
-            for request in self._ran
-            if request.stopped is not None and request.state != "ended"
-        }
+        stopped, self._stopped = self._stopped, {}
+        return stopped
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class EngineWorker:
             counts: rows of each.
             positions: position of the first row of each.
         """
-        self._in_step, self._from_cache, self._ran = [], [], []
+        self._in_step, self._from_cache, self._stopped = [], [], {}
         if not self.requests:
             return
         in_step, row = [], 0
@@ -259,7 +256,9 @@ class EngineWorker:
             for request in in_step:
                 if (error := request.failure) is not None:
                     self.fail(request, error)
-        self._in_step, self._ran = [], in_step
+                elif (stopped := request.stopped) is not None:
+                    self._stopped[request.name] = stopped.gate
+        self._in_step = []
         with self.failing():
             self._agree()
         if self._from_cache:

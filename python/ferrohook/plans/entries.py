@@ -334,7 +334,7 @@ def stop(*, when: Condition) -> StopEntry:
 
     Examples:
         >>> plan = fh.Plan(
-        ...     fh.gate("angry", "layers.10", fh.Probe(w, bias), over=fh.window(3), by="min"),
+        ...     fh.gate("angry", "layers.10", fh.Probe(w, bias), over="so_far"),
         ...     fh.stop(when=fh.above("angry", 0.8)),
         ... )
     """

@@ -94,6 +94,8 @@ class Hook:
     part: Any = None
     does: tuple[Event, ...] = ()
     """Events at its first invocation."""
+    strength: float | None = None
+    """Share of the change that is made."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +347,8 @@ class Dice:
                 members.append(Member((self.keep(case, False, positioned),), way, None, prompt))
                 continue
             entries: list[Hook | Keep] = [
-                self.hook(case, number, quiet, at=at) for _ in range(pick.choice((0, 1, 1, 2, 3)))
+                self.hook(case, number, quiet, at=at, plan=way == "plan")
+                for _ in range(pick.choice((0, 1, 1, 2, 3)))
             ]
             if way == "plan":
                 kept: dict[tuple[str, bool], Keep] = {}
@@ -390,8 +393,15 @@ class Dice:
             copy="checked" if case.sites else pick.choice(("checked", "checked", "clone")),
         )
 
-    def hook(
-        self, case: Case, owner: int | str, quiet: bool, *, at: bool = False, deep: int = 0
+    def hook(  # noqa: PLR0913 (the last three by keyword)
+        self,
+        case: Case,
+        owner: int | str,
+        quiet: bool,
+        *,
+        at: bool = False,
+        plan: bool = False,
+        deep: int = 0,
     ) -> Hook:
         pick = self.random
         if case.sites:
@@ -426,6 +436,8 @@ class Dice:
         part = (
             pick.choice((0, 1)) if what == "b" and phase == "forward" and kind in NATIVE else None
         )
+        partial = plan and case.dtype in FLOATS and not does and self.some(0.25)
+        partial = partial and (kind in NATIVE or (kind == "times" and phase == "forward"))
         # Everybody's is never refused: a complex vector would be, on real values.
         seeds = [seed for seed in range(8) if not whole or seed != COMPLEX]
         return Hook(
@@ -438,6 +450,7 @@ class Dice:
             chosen,
             part,
             does,
+            pick.choice((0.0, 0.25, 0.5, 1.0, -0.5)) if partial else None,
         )
 
     def event(self, case: Case, quiet: bool, *, deep: int = 0, whole: bool = True) -> Event:

@@ -579,7 +579,9 @@ class Oracle:
         if values.spoils(hook):
             return changed_part(value, hook.part, lambda x: values.spoiled(x, hook))
         if hook.kind in NATIVE:
-            return changed_part(value, hook.part, lambda x: values.intervened(case, hook, x))
+            return changed_part(
+                value, hook.part, lambda x: values.partly(hook, x, values.intervened(case, hook, x))
+            )
         if hook.kind == "interrupt":
             raise InterruptedCallError
         if hook.kind in {"observe", "typed observe"}:
@@ -587,7 +589,9 @@ class Oracle:
                 [leaf.detach().clone() for leaf in leaves(value)]
             )
         elif hook.kind in {"times", "write", "typed"}:
-            value = changed_part(value, 0, lambda x: values.times(x, hook.seed))
+            value = changed_part(
+                value, 0, lambda x: values.partly(hook, x, values.times(x, hook.seed))
+            )
         elif hook.kind == "mix":
             dim = min(case.dim, first(value).dim() - 2)
             value = changed_part(value, 0, lambda x: values.mixed(x, dim))

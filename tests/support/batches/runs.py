@@ -172,6 +172,7 @@ class Run:
                 kept += 1
             else:
                 hook, options = self._made(entry, (number, place), number)
+                options["strength"] = entry.strength
                 entries.append(fh.on(entry.what, hook, at=at, **options))
         self.prepared[number] = fh.Plan(*entries).prepare(self.model)
         return self.prepared[number].open()
@@ -925,7 +926,8 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def plainer_entry(entry: Hook | Keep) -> Iterator[Any]:
-    yield from plainer(entry, does=(), priority=0, prepend=False, at=None, cut=None)
+    plain = {"does": (), "priority": 0, "prepend": False, "strength": None}
+    yield from plainer(entry, **plain, at=None, cut=None)
 
 
 def smaller_call(call: Call) -> Iterator[Call]:

@@ -71,6 +71,11 @@ def intervened(case: Case, hook: Hook, x: Tensor) -> Tensor:
     return x + (along.clamp(low, 0.1) - along) * unit
 
 
+def partly(hook: Hook, x: Tensor, changed: Tensor) -> Tensor:
+    """The share of a change that a hook makes."""
+    return changed if hook.strength is None else x.lerp(changed.to(x.dtype), hook.strength)
+
+
 def refuses(hook: Hook, case: Case) -> bool:
     """True if a native hook cannot change the tensors."""
     dtype = case.dtype

@@ -259,6 +259,8 @@ class ManagerWorker(EngineWorker):
     def _ending(self, scores: Tensor) -> Tensor:
         """Returns logits from which requests that their plans stop draw the end of a sequence."""
         stopped = {it.name: it for it, _ in self._in_step if it.stopped is not None}
+        if not stopped:
+            return scores
         for row, (owner, ends) in enumerate(zip(self._step.drawn, self._step.ends, strict=True)):
             if owner not in stopped:
                 continue
