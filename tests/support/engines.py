@@ -183,7 +183,9 @@ class Gated:
             read = read[-3:]
         if self.over == "token" or self.by == "last":
             return read[-1]
-        return {"max": max, "min": min, "mean": lambda it: sum(it) / len(it)}[self.by](read)
+        if self.by == "mean":
+            return sum(read) / len(read)
+        return max(read) if self.by == "max" else min(read)
 
     def hooks(self, prompt: int, acts: dict[str, Tensor]) -> list[tuple[str, Any]]:
         """Hooks of PyTorch's on layers, which do the same by hand; `acts` takes the values."""
