@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from typing import TYPE_CHECKING, Any
@@ -163,29 +164,20 @@ class Gated:
 
     def value(self, readings: list[float], position: int, prompt: int) -> float:
         """The value at a position, in plain Python; NaN where it is unknown."""
-        if self.over == "prompt":
-            if position < prompt - 1:
-                return math.nan
-            position = prompt - 1
-        elif self.lag:
-            if position < prompt:
-                return math.nan
-            position -= 1
+        if (self.over == "prompt" and position < prompt - 1) or (self.lag and position < prompt):
+            return math.nan
+        position = prompt - 1 if self.over == "prompt" else position - self.lag
         read = readings[: position + 1]
         if self.over == fh.ema(0.7):
-            average = read[0]
-            for each in read[1:]:
-                average = 0.7 * average + 0.3 * each
-            return average
+            return functools.reduce(lambda average, each: 0.7 * average + 0.3 * each, read)
         if self.over == fh.window(3):
-            if len(read) < 3:
-                return math.nan
             read = read[-3:]
-        if self.over == "token" or self.by == "last":
+        if len(read) < 3 and self.over == fh.window(3):
+            return math.nan
+        if self.over == "token":
             return read[-1]
-        if self.by == "mean":
-            return sum(read) / len(read)
-        return max(read) if self.by == "max" else min(read)
+        reduced = {"max": max(read), "min": min(read), "mean": sum(read) / len(read)}
+        return reduced.get(self.by, read[-1])
 
     def hooks(self, prompt: int, acts: dict[str, Tensor]) -> list[tuple[str, Any]]:
         """Hooks of PyTorch's on layers, which do the same by hand; `acts` takes the values."""
