@@ -202,7 +202,7 @@ class Prepared:
             masked,
             mask=mask,
             condition=TokenChoice(gates, when, follows) if entry.gates else None,
-            strength=None if follows else strength,
+            strength=None if isinstance(strength, Ramp) else strength,
         )
         with _named(number):
             groups = hooks_at(places, entry.hook, entry.phase)

@@ -447,7 +447,9 @@ class ModuleTable:
 
     def captures(self, plan: Plan | Prepared) -> list[CaptureEntry]:
         """Returns the captures of a rewritten plan."""
-        gates = {it.gate.name: it.at for it in plan.entries if isinstance(it, GateEntry)}
+        gates: dict[str, At] = {
+            it.gate.name: it.at for it in plan.entries if isinstance(it, GateEntry)
+        }
         found = []
         for entry in plan.entries:
             if not isinstance(entry, KeepEntry):

@@ -298,8 +298,8 @@ class SchedulerWorker(EngineWorker):
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
             # The place of a module; a gate that is captured has none.
-            listed = (entry.what for entry in entries if isinstance(entry.what, list))
-            names = [name for of_entry in listed for name in of_entry]
+            listed: list[Any] = [it.what for it in entries if isinstance(it.what, list)]
+            names: list[str] = [name for of_entry in listed for name in of_entry]
             paths = map(self.loaded_model().modules.path_of, names)
             wanted = frozenset(path for path in paths if path in places)
             self._wanted_by = plans, wanted
