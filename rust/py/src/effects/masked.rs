@@ -19,7 +19,7 @@ use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
 };
-use crate::rows::mask::{Mask, tensor_of};
+use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
@@ -327,7 +327,7 @@ impl ConditionalGroup {
         }
         let all = acts.len() == tokens.count && !acts.contains(&false);
         Ok(Some(Blend {
-            acts: (!all).then(|| tensor_of(py, acts)).transpose()?,
+            acts: (!all).then_some(acts),
             strengths,
             tokens,
         }))
@@ -362,8 +362,8 @@ impl Joint for JointConditional {
 /// How much of a change is made, token by token.
 struct Blend<'py> {
     tokens: JoinedTokens<'py>,
-    /// Tensor of bools, true for tokens that are changed; None: all are.
-    acts: Option<Bound<'py, PyAny>>,
+    /// True for tokens that are changed; None: all are.
+    acts: Option<Vec<bool>>,
     /// Tensor with the strength of each token; None: all the way.
     strengths: Option<Bound<'py, PyAny>>,
 }
@@ -380,7 +380,7 @@ impl<'py> Blend<'py> {
             blended = lerp(&blended, x, self.tokens.spread(strengths, x)?)?;
         }
         if let Some(acts) = &self.acts {
-            let acts = self.tokens.spread(acts, x)?;
+            let acts = self.tokens.mask(acts, x)?;
             blended = blended.call_method1(intern!(py, "where"), (acts, x))?;
         }
         Ok(blended)

@@ -6,10 +6,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::rows::calls::merging::SharedValue;
+use crate::rows::mask::tensor_of;
 use crate::rows::membership::Membership;
 use crate::rows::numbers::{Index, Selection};
 use crate::rows::places::TokenDims;
 use crate::rows::tracker::TokenTracker;
+use crate::torch::copies::Copies;
 
 /// True if the batch of a member, its request, knows the positions of its tokens.
 pub fn positioned(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -178,27 +180,48 @@ impl<'py> JoinedTokens<'py> {
         flat.call_method1(intern!(py, "index_select"), (0, places))
     }
 
-    /// Returns a number for each of all tokens, 0 for those that are not at the positions, in the shape
-    /// in which it broadcasts to a tensor of the parts' rows. `numbers`: of the tokens.
+    /// Returns a tensor of bools for all tokens, in the shape in which it broadcasts to a tensor of the
+    /// parts' rows: true for those of the tokens for which `acts` is.
+    pub fn mask(&self, acts: &[bool], x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let mut all = vec![false; self.count];
+        for (place, act) in self.index.rows.iter().zip(acts) {
+            all[*place] = *act;
+        }
+        // A plain copy to a GPU would wait for it.
+        let mask = Copies::default().on_device_of(x, || tensor_of(py, all))?;
+        self.shaped(&mask, x)
+    }
+
+    /// Returns numbers for all tokens likewise, 0 for others; `numbers`: of the tokens.
     pub fn spread(
         &self,
         numbers: &Bound<'py, PyAny>,
         x: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
-        let dims = self.dims_of(x)?;
-        let fractions = numbers.call_method0(intern!(py, "is_floating_point"))?;
-        let like = if fractions.is_truthy()? {
-            x.clone()
-        } else {
-            x.getattr(intern!(py, "device"))?
-        };
-        let mut all = numbers.call_method1(intern!(py, "to"), (like,))?;
+        let mut all = numbers.clone();
         if !self.has_all() {
-            let places = self.index.on_device_of(x)?;
+            let places = self.index.on_device_of(&all)?;
             let zeros = all.call_method1(intern!(py, "new_zeros"), (self.count,))?;
             all = zeros.call_method1(intern!(py, "index_copy"), (0, places, all))?;
         }
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        all = all.call_method1(intern!(py, "to"), (dtype,))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        if !all.getattr(intern!(py, "device"))?.eq(&device)? {
+            all = Copies::default().on_device_of(x, || Ok(all))?;
+        }
+        self.shaped(&all, x)
+    }
+
+    fn shaped(
+        &self,
+        all: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let dims = self.dims_of(x)?;
         let mut shape: Vec<usize> = x.getattr(intern!(py, "shape"))?.extract()?;
         shape[dims..].fill(1);
         all.call_method1(intern!(py, "reshape"), (shape,))
