@@ -66,11 +66,10 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
 
 
 def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
-    if isinstance(entry, StopEntry) or (isinstance(entry, KeepEntry) and entry.gates):
-        _check(entry, modules)
-        return [entry]
     if not entry.needs.isdisjoint(GATES):
         _check(entry, modules)  # before all else
+    if isinstance(entry, StopEntry) or not entry.has_places:
+        return [entry]
     names, rest = modules.split(entry.what)
     if isinstance(entry, GateEntry):
         return [_gate_at(entry, modules)]

@@ -56,7 +56,7 @@ class GateReader:
 
     @property
     def reading(self) -> Reading:
-        """What it reads."""
+        """Reading of its gate."""
         return self._gate.reading
 
     def __call__(self, request: GatedRequest, vectors: Tensor, given: tuple[Any, ...]) -> None:

@@ -80,7 +80,7 @@ class _Row:
         self.readings: list[float] = []
         """One for each position."""
         self.running: list[float] = []
-        """What was found after each of the first readings that count, see `aggregated`."""
+        """Maximum, minimum, sum or average after each of the first readings, see `aggregated`."""
         self.graphs: dict[int, Tensor] = {}
         """Readings by position that have a gradient: float32, ()."""
         self.complete = 0

@@ -67,6 +67,11 @@ class PlanEntry:
         return frozenset()
 
     @property
+    def has_places(self) -> bool:
+        """True if it stands at modules or quantities of the model."""
+        return True
+
+    @property
     def positioned(self) -> bool:
         """True if it needs the positions of tokens."""
         return self.at is not None or bool(self.gates)
@@ -162,6 +167,11 @@ class KeepEntry(PlanEntry):
         named = isinstance(self.what, str) and self.what.startswith(_GATE)
         return frozenset((str(self.what).removeprefix(_GATE),)) if named else frozenset()
 
+    @property
+    def has_places(self) -> bool:
+        """False for the values of a gate, which the gate gives."""
+        return not self.gates
+
     def _needs(self) -> Iterator[str]:
         yield from ("gradients" if name == "grads" else name for name in self.options)
         if self.gates:
@@ -238,6 +248,11 @@ class StopEntry(PlanEntry):
     def gates(self) -> frozenset[str]:
         """Names of the gates that it depends on."""
         return frozenset(self.when.gates())
+
+    @property
+    def has_places(self) -> bool:
+        """False: its gates have theirs."""
+        return False
 
     def _needs(self) -> Iterator[str]:
         yield "stop when"

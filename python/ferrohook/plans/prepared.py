@@ -80,6 +80,8 @@ class _Contents:
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
         self.gates: dict[str, GateReader] = {}
+        self.stops = False
+        """True if a `stop` may end a request."""
         self.guard: HookHandle | None = None
         """Runs as the model is called."""
         # Read by the core when a request ends. True once every hook has fired, or once a warning
@@ -152,6 +154,7 @@ class Prepared:
             elif isinstance(entry, GateEntry):
                 self._read(number, entry, found, attachment)
             elif isinstance(entry, StopEntry):
+                self._contents.stops = True
                 check = StopCheck(gates, entry.when)
                 for name in entry.gates:
                     self._contents.gates[name].stops.append(check)
@@ -308,8 +311,7 @@ class Prepared:
             request.prompt = _lengths_of(prompt)
             request.set_prompt_lengths(request.prompt)
         if self._contents.ats:
-            stops = any(isinstance(entry, StopEntry) for entry in self.entries)
-            stopped = weakly(request.stopped_rows) if stops else None
+            stopped = weakly(request.stopped_rows) if self._contents.stops else None
             request.sequences = Sequences(request.prompt, weakly(request.accept), stopped)
         if self._contents.gates:
             request.gates = GateStates()
@@ -428,6 +430,11 @@ class Request(RequestBase, Scope):
     def stopped(self) -> list[Stopped]:
         """The sequences that a `stop` of its plan has ended, in order of their rows."""
         return self.gates.stopped() if self._plan.gates else []
+
+    @property
+    def may_stop(self) -> bool:
+        """True if its plan has a `stop`."""
+        return self._plan.stops
 
     def stopped_rows(self, sequences: int) -> list[int]:
         """Returns the rows of some sequences that a `stop` of its plan has ended."""
@@ -555,7 +562,7 @@ def _named(number: int) -> Iterator[None]:
 
 
 def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
-    if isinstance(entry, StopEntry) or (isinstance(entry, KeepEntry) and entry.gates):
+    if not entry.has_places:
         return {}
     with _named(number):
         if isinstance(entry, HookEntry):

@@ -12,7 +12,6 @@ from ferrohook.attach.instrument import attach
 from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
-from ferrohook.plans.entries import StopEntry
 from ferrohook.rows.batches import Batch, models_of
 from ferrohook.tokens.positions import check_prompt
 from ferrohook.tokens.sequences import OF_REQUEST, Sequences, stacks_in
@@ -97,10 +96,6 @@ class _GenerationBatch(Batch):
             self._sequences.note(tokens, output)
 
 
-def _stops(request: Request) -> bool:
-    return any(isinstance(entry, StopEntry) for entry in request.entries)
-
-
 def generating(requests: Sequence[Request | None]) -> Batch:
     """Makes a batch for transformers' `model.generate`, with one request per prompt.
 
@@ -146,7 +141,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         raise HookError(msg)
     made._model, made._places = model, places
     made._attach_as_entered()
-    stopped = weakly(made.stopped) if any(map(_stops, places)) else None
+    stopped = weakly(made.stopped) if any(it.may_stop for it in places) else None
     made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped)
     made._running = []
     return made

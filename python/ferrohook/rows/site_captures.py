@@ -106,8 +106,7 @@ class SiteCaptures:
             failure
             for site, (calls, rows) in enumerate(ran)
             if calls and rows >= 0 and rows != calls * (taken.members.batch.size or 0)
-            for got in (f"{rows} rows in {calls} call{'s' * (calls > 1)}",)
-            for failure in self._misfits(taken.members, site, got)
+            for failure in self._misfits(taken.members, site, _counted(rows, calls))
         ]
         failed = {failure.number for failure in failures}
         self._failed |= {each.request for each in taken.wanted if each.number in failed}
@@ -170,3 +169,7 @@ class SiteCaptures:
                 "make a batch for each call"
             )
             raise RowsError(msg)
+
+
+def _counted(rows: int, calls: int) -> str:
+    return f"{rows} rows in {calls} call{'s' * (calls > 1)}"

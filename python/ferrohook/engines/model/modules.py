@@ -18,7 +18,7 @@ from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, GateEntry, KeepEntry, StopEntry
+from ferrohook.plans.entries import Entry, GateEntry, KeepEntry
 from ferrohook.quantity import Quantities
 from ferrohook.quantity.resolving import matching
 
@@ -436,7 +436,7 @@ class ModuleTable:
         return Plan(*(self._moved(entry) for entry in plan.entries))
 
     def _moved(self, entry: Entry) -> Entry:
-        if isinstance(entry, StopEntry) or (isinstance(entry, KeepEntry) and entry.gates):
+        if not entry.has_places:
             return entry
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
