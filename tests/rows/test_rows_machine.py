@@ -6,6 +6,7 @@ smallest description, and `check(seed)` of `support.batches.runs` runs it again.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 
 import ferrohook as fh
 from support.amounts import amount
-from support.batches import runs
-from support.batches.cases import draw
+from support.batches import runs, values
+from support.batches.cases import WIDTH, Gate, draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +58,18 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(fh, "batch", wrong)
     assert any(differences(range(100)))
+
+
+def test_a_wrong_condition_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads every gate's element of the vector before it."""
+
+    def wrong(drawn: Gate, at: Any) -> Any:
+        element = (drawn.element - 1) % WIDTH
+        return gate(dataclasses.replace(drawn, element=element), at)
+
+    gate = values.gate
+    monkeypatch.setattr(values, "gate", wrong)
+    assert any(differences(range(60)))
 
 
 def differences(seeds: Sequence[int]) -> list[str]:

@@ -77,6 +77,16 @@ ALL, BATCH = "all", "batch"
 
 
 @dataclass(frozen=True)
+class When:
+    """Condition on a gate."""
+
+    gate: str
+    bound: float
+    above: bool = True
+    negated: bool = False
+
+
+@dataclass(frozen=True)
 class Hook:
     """A hook on a module.
 
@@ -96,6 +106,26 @@ class Hook:
     """Events at its first invocation."""
     strength: float | None = None
     """Share of the change that is made."""
+    when: When | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate of a plan, which reads one element of each token's vector."""
+
+    name: str
+    what: str
+    phase: str
+    element: int
+    at: str | None = None
+    over: str = "token"
+    by: str = "max"
+    part: Any = None
+
+    kind = "gate"
+    prepend = False
+    priority = 0
+    does = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +157,7 @@ class Event:
 class Member:
     """Hooks of a request, scope or capture."""
 
-    entries: tuple[Hook | Keep, ...]
+    entries: tuple[Hook | Gate | Keep, ...]
     way: str = "plan"
     twin: int | None = None
     """The member whose plan it shares."""
@@ -346,10 +376,13 @@ class Dice:
             if way == "capture":
                 members.append(Member((self.keep(case, False, positioned),), way, None, prompt))
                 continue
-            entries: list[Hook | Keep] = [
-                self.hook(case, number, quiet, at=at, plan=way == "plan")
-                for _ in range(pick.choice((0, 1, 1, 2, 3)))
-            ]
+            entries: list[Hook | Gate | Keep] = []
+            if at and case.dtype in FLOATS and not case.sites and self.some(0.5):
+                entries += [self.gate(case, f"g{it}") for it in range(pick.choice((1, 1, 2)))]
+            gates = [entry.name for entry in entries if isinstance(entry, Gate)]
+            for _ in range(pick.choice((1, 2, 3) if gates else (0, 1, 1, 2, 3))):
+                hook = self.hook(case, number, quiet, at=at, plan=way == "plan")
+                entries.append(self.gated(hook, gates) if gates else hook)
             if way == "plan":
                 kept: dict[tuple[str, bool], Keep] = {}
                 for _ in range(pick.choice((0, 1, 1, 2))):
@@ -437,7 +470,8 @@ class Dice:
             pick.choice((0, 1)) if what == "b" and phase == "forward" and kind in NATIVE else None
         )
         partial = plan and case.dtype in FLOATS and not does and self.some(0.25)
-        partial = partial and (kind in NATIVE or (kind == "times" and phase == "forward"))
+        tensor = kind == "times" and phase == "forward" and what != "b"
+        partial = partial and (kind in NATIVE or tensor)
         # Everybody's is never refused: a complex vector would be, on real values.
         seeds = [seed for seed in range(8) if not whole or seed != COMPLEX]
         return Hook(
@@ -451,6 +485,37 @@ class Dice:
             part,
             does,
             pick.choice((0.0, 0.25, 0.5, 1.0, -0.5)) if partial else None,
+        )
+
+    def gate(self, case: Case, name: str) -> Gate:
+        pick = self.random
+        what = pick.choice(("a", "a", "b", "c"))
+        phase = pick.choice(("forward_pre", "forward", "forward"))
+        return Gate(
+            name,
+            what,
+            phase,
+            pick.randrange(WIDTH),
+            self.at(case) if self.some(0.3) else None,
+            pick.choice(("token", "token", "so_far", "prompt", "window")),
+            pick.choice(("max", "min", "last")),
+            pick.choice((0, 1)) if what == "b" and phase == "forward" else None,
+        )
+
+    def gated(self, hook: Hook, gates: list[str]) -> Hook:
+        """A hook that depends on a gate, if it can; most of those run behind their gate."""
+        pick = self.random
+        hook = dataclasses.replace(hook, prepend=False)  # a gate runs ahead of its plan's hooks
+        plain = hook.kind == "times" and (hook.what, hook.phase) != ("b", "forward")
+        if hook.does or not (hook.kind in NATIVE or (plain and hook.phase == "forward")):
+            return hook
+        if self.some(0.2):
+            return hook
+        when = When(pick.choice(gates), pick.choice((-1.0, 0.0, 1.0, 4.0)))
+        return dataclasses.replace(
+            hook,
+            what=pick.choice(("c", "head", hook.what)) if hook.part is None else hook.what,
+            when=dataclasses.replace(when, above=self.some(0.5), negated=self.some(0.2)),
         )
 
     def event(self, case: Case, quiet: bool, *, deep: int = 0, whole: bool = True) -> Event:

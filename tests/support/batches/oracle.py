@@ -7,6 +7,7 @@ hooks act on each other, say) the oracle draws it from `Choices`, and any of the
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from support.batches.cases import (
     Call,
     Case,
     Event,
+    Gate,
     Hook,
     Keep,
     Step,
@@ -65,19 +67,39 @@ class RaisedInCallError(Exception):
     """A call raises the exception of this name, a hook's that belongs to no batch, say."""
 
 
+class GateError(Exception):
+    """A gate fails its request by the exception of this name."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a member in a value."""
+
+    place: tuple[int, ...]
+    """Its row, and its column where rows have several tokens."""
+    position: int
+    sequence: Any
+    """What is the same for all tokens of its sequence, in all calls that go on with it."""
+
+
 @dataclass(eq=False)
 class Placed:
     """A hook in the order of its module."""
 
-    hook: Hook
+    hook: Any
+    """A `Hook` or a `Gate`."""
     number: int
     """Number of its registration."""
     source: tuple[Any, ...]
     """The function that it calls: requests of one plan share it."""
     removed: bool = False
+    before: int | None = 0
+    """Of a gate: greatest priority of the plan's hooks at its place, None if there are none."""
 
     @property
-    def key(self) -> tuple[int, ...]:
+    def key(self) -> tuple[float, ...]:
+        if isinstance(self.hook, Gate):
+            return (math.inf if self.before is None else -self.before, True, self.number)
         place = -self.number if self.hook.prepend else self.number
         return (-self.hook.priority, not self.hook.prepend, place)
 
@@ -96,6 +118,9 @@ class Owner:
     closed: bool = False
     failed: bool = False
     expired: bool = False
+    gates: dict[str, Gate] = field(default_factory=dict)
+    readings: dict[Any, dict[int, float]] = field(default_factory=dict)
+    """By the gate and the sequence, the first reading of each position."""
     spoiled: set[int] = field(default_factory=set)
     """Captures that may have taken the refused result of the member's own hook."""
     short: bool = False
@@ -174,14 +199,26 @@ class Oracle:
                 if isinstance(entry, Keep):
                     owner.keeps.append(entry)
                 elif twin is None:
-                    owner.hooks.append(Placed(entry, next(self.count), (number, place)))
+                    here = {
+                        each.priority
+                        for each in member.entries
+                        if isinstance(each, Hook)
+                        and (each.what, each.phase) == (entry.what, entry.phase)
+                    }
+                    placed = Placed(entry, next(self.count), (number, place))
+                    placed.before = max(here, default=None)
+                    owner.hooks.append(placed)
             if twin is not None:
-                own = len([each for each in member.entries if isinstance(each, Hook)])
+                own = len([each for each in member.entries if not isinstance(each, Keep)])
                 owner.hooks = [
-                    Placed(each.hook, each.number, each.source)
+                    Placed(each.hook, each.number, each.source, before=each.before)
                     for each in self.owners[twin].hooks[:own]
                 ]
+            owner.gates = {each.name: each for each in member.entries if isinstance(each, Gate)}
             self.owners.append(owner)
+        self.calls = itertools.count()
+        self.call = 0
+        """Number of the running call."""
         self.step: Step | None = None
         self.agreed = 0
         """Comparisons with the product that held."""
@@ -255,7 +292,7 @@ class Oracle:
         self.step = step
         self.whole[BATCH], self.added[BATCH] = [], []
         outer = None if step.outer is None else self.owners[step.outer]
-        if outer is not None and (outer.out or outer.used):
+        if outer is not None and (outer.out or outer.used or outer.expired):
             outer = None
         for event in step.made:
             self.happen(event)
@@ -329,6 +366,7 @@ class Oracle:
 
     def _call(self, step: Step, call: Call) -> Seen:
         case = self.case
+        self.call = next(self.calls)
         x = values.embedded(case, call.rows, call.seed)
         if not self.size and not step.nested:
             # Read from the call of a model.
@@ -410,20 +448,18 @@ class Oracle:
         hook = placed.hook
         if placed.removed or (owner is not None and owner.closed):
             return value
-        mask = None
-        if hook.at is not None:
-            # Of a request that is entered: the model's call says which tokens are where.
-            mask = self._mask(hook.at, first(value).shape[0])[..., None]
-            if not mask.any():
-                return value
+        try:
+            mask = self._changed(placed, owner, value, None, None)
+        except GateError as error:
+            raise RaisedInCallError(str(error)) from None
+        if mask is not None and not mask.any():
+            return value
         if hook.kind == "raise" or self._refused(hook):
             raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
         if hook.kind == "write" and first(value).requires_grad and first(value).is_leaf:
             raise RaisedInCallError("RuntimeError")  # noqa: EM101 (a name)
         changed = self._apply(placed, value, owner)
-        if mask is None:
-            return changed
-        return at_places(value, changed, mask)
+        return changed if mask is None else at_places(value, changed, mask[..., None])
 
     def _refused(self, hook: Hook) -> bool:
         return hook.kind in NATIVE and values.refuses(hook, self.case)
@@ -442,7 +478,9 @@ class Oracle:
             for number, own in segment.items()
             if own or (last and any(here.keeps(keep) for keep in self.owners[number].keeps))
         ]
-        order.sort(key=lambda number: all(each.hook.kind in NATIVE for each in segment[number]))
+        order.sort(
+            key=lambda number: all(each.hook.kind in {*NATIVE, "gate"} for each in segment[number])
+        )
         far = here.gathered is not None and here.step.form == "far"
         busy = far and any(not self.owners[number].out for number in order)
         # A function of the batch is wrong: the call raises, or the requests fail.
@@ -550,11 +588,13 @@ class Oracle:
     ) -> tuple[Any, bool]:
         """Returns rows behind a hook; True if it fails its member."""
         hook = placed.hook
-        chosen: Tensor | None = None
-        if hook.at is not None:
-            chosen = self._chosen(hook.at, owner.prompt, self._tokens(here, cut), cut)
-            if not chosen.any():  # a hook that could not change them may be refused before
-                return now, self._refused(hook) and self.choices.pick([False, True])
+        try:
+            chosen = self._changed(placed, owner, now, self._tokens(here, cut), cut)
+        except GateError:
+            return now, True
+        if chosen is not None and not chosen.any():
+            # A hook that could not change them may be refused before.
+            return now, self._refused(hook) and self.choices.pick([False, True])
         if hook.kind == "raise" or self._refused(hook):
             return now, True
         changed = self._apply(placed, now, owner)
@@ -562,6 +602,100 @@ class Oracle:
             return changed, False
         mask = chosen[..., None]
         return at_places(now, changed, mask), False
+
+    def _changed(
+        self,
+        placed: Placed,
+        owner: Owner | None,
+        value: Any,
+        told: list[Any] | None,
+        cut: Cut | None,
+    ) -> Tensor | None:
+        """Returns which tokens of a value a hook changes; None for all. A gate reads it."""
+        hook = placed.hook
+        if not isinstance(hook, Gate) and hook.when is None:
+            if hook.at is None:
+                return None
+            if cut is None or owner is None:
+                return self._mask(hook.at, first(value).shape[0])
+            return self._chosen(hook.at, owner.prompt, told, cut)
+        assert owner is not None
+        rows = first(value).shape[0] if cut is None else len(cut.places)
+        tokens = self._found(owner, hook.at, told, cut, rows)
+        if not isinstance(hook, Gate):
+            return self._acting(owner, hook, tokens, first(value))
+        self._read(owner, hook, value, tokens)
+        return torch.zeros(())
+
+    def _found(
+        self, owner: Owner, at: str | None, told: list[Any] | None, cut: Cut | None, rows: int
+    ) -> list[Token]:
+        """Returns the tokens of a member at some positions.
+
+        `told`: positions of its rows; None where the call of the model shows them.
+        """
+        prompt, found = owner.prompt, []
+        for row in range(rows):
+            positions: Any = [*range(self.case.columns)]
+            if told is None:
+                prompt, sequence = self.case.columns, (self.call, row)
+            else:
+                positions = told[row] if self.case.columns else [told[row]]
+                sequence = (-1, 0)
+            for column, each in enumerate(positions):
+                if each < 0 or not (at is None or ATS[at][1](each, prompt)):
+                    continue
+                place: tuple[int, ...] = (row, column) if self.case.columns else (row,)
+                if cut is not None and cut.dim == 1:
+                    place = (0, *place)
+                found.append(Token(place, each, sequence))
+        return found
+
+    def _prompt(self, owner: Owner, token: Token) -> int:
+        return owner.prompt if token.sequence == (-1, 0) else self.case.columns
+
+    def _read(self, owner: Owner, gate: Gate, value: Any, tokens: list[Token]) -> None:
+        x = value if isinstance(value, Tensor) else value[gate.part or 0]
+        if len({(it.sequence, it.position) for it in tokens}) < len(tokens):
+            raise GateError("HookError")  # noqa: EM101 (a name)
+        for token in tokens:
+            number = values.reading(gate, x[token.place].detach())
+            if math.isnan(number):
+                raise GateError("HookError")  # noqa: EM101 (a name)
+            readings = owner.readings.setdefault((gate.name, token.sequence), {})
+            readings.setdefault(token.position, number)
+
+    def _acting(self, owner: Owner, hook: Hook, tokens: list[Token], x: Tensor) -> Tensor:
+        """Returns at which tokens the condition of a hook is known to be true."""
+        assert hook.when is not None
+        acting = torch.zeros(x.shape[:-1], dtype=torch.bool)
+        found = [(token, self._value(owner, hook.when.gate, token)) for token in tokens]
+        for token, value in found:
+            if value is not None:
+                truth = value > hook.when.bound if hook.when.above else value < hook.when.bound
+                acting[token.place] = truth != hook.when.negated
+        return acting
+
+    def _value(self, owner: Owner, name: str, token: Token) -> float | None:
+        """Returns the value of a gate at a token, None if it is unknown."""
+        gate, prompt = owner.gates[name], self._prompt(owner, token)
+        last = prompt - 1 if gate.over == "prompt" else token.position
+        if token.position < last:
+            return None
+        counted = [
+            each for each in range(last + 1) if gate.at is None or ATS[gate.at][1](each, prompt)
+        ]
+        if gate.over == "token":
+            counted = counted[-1:] if counted[-1:] == [last] else []
+        elif gate.over == "window":
+            counted = counted[-values.WINDOW :]
+        readings = owner.readings.get((name, token.sequence), {})
+        if any(each not in readings for each in counted):
+            raise GateError("UnreadError")  # noqa: EM101 (a name)
+        if not counted or (gate.over == "window" and len(counted) < values.WINDOW):
+            return None
+        read = [readings[each] for each in counted]
+        return {"max": max(read), "min": min(read), "last": read[-1]}[gate.by]
 
     def _chosen(self, at: str, prompt: int, tokens: list[Any] | None, cut: Cut) -> Tensor:
         """Returns which of a member's tokens are at some positions."""
@@ -575,7 +709,8 @@ class Oracle:
 
     def _apply(self, placed: Placed, value: Any, owner: Owner | None) -> Any:
         """Calls a hook on a value."""
-        hook, case = placed.hook, self.case
+        hook: Hook = placed.hook
+        case = self.case
         if values.spoils(hook):
             return changed_part(value, hook.part, lambda x: values.spoiled(x, hook))
         if hook.kind in NATIVE:

@@ -32,6 +32,7 @@ from support.batches.cases import (
     Call,
     Case,
     Event,
+    Gate,
     Hook,
     Keep,
     Step,
@@ -166,13 +167,16 @@ class Run:
         kept = 0
         for place, entry in enumerate(member.entries):
             at = at_of(entry.at)
-            if isinstance(entry, Keep):
+            if isinstance(entry, Gate):
+                entries.append(values.gate(entry, at))
+            elif isinstance(entry, Keep):
                 options = self._options(entry)
                 entries.append(fh.keep(entry.what, at=at, label=f"k{kept}", **options))
                 kept += 1
             else:
                 hook, options = self._made(entry, (number, place), number)
                 options["strength"] = entry.strength
+                options["when"] = None if entry.when is None else values.condition(entry.when)
                 entries.append(fh.on(entry.what, hook, at=at, **options))
         self.prepared[number] = fh.Plan(*entries).prepare(self.model)
         return self.prepared[number].open()
@@ -327,7 +331,8 @@ class Run:
             return "nobody", []
         self.added[BATCH] = []
         outer = None if step.outer is None else self.members[step.outer]
-        if outer is not None and (outer.closed or outer.failed or outer in self.used):
+        ended = outer is None or outer.closed or outer.failed or outer in self.used
+        if ended or step.outer in self.expired:
             outer = None
         if step.knock is not None:
             self._knock(step, live)
@@ -926,7 +931,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def plainer_entry(entry: Hook | Keep) -> Iterator[Any]:
-    plain = {"does": (), "priority": 0, "prepend": False, "strength": None}
+    plain = {"does": (), "priority": 0, "prepend": False, "strength": None, "when": None}
     yield from plainer(entry, **plain, at=None, cut=None)
 
 

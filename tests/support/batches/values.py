@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.batches.cases import COMPLEX, WIDTH, Case, Hook, Step
+from support.batches.cases import COMPLEX, WIDTH, Case, Gate, Hook, Step, When
 
 FLOAT8 = torch.float8_e4m3fn
+WINDOW = 2
+"""Tokens of a window of gates."""
 
 
 def vector(seed: int, *, whole: bool = False) -> Tensor:
@@ -49,6 +51,35 @@ def intervention(case: Case, hook: Hook) -> Any:
         return fh.Ablate(vector(hook.seed % 6), output_index=part)
     low = None if hook.seed % 2 else -0.1
     return fh.Clamp(vector(hook.seed % COMPLEX), low, 0.1, output_index=part)
+
+
+def gate(drawn: Gate, at: Any) -> Any:
+    """Makes a gate of a plan."""
+    over: Any = fh.window(WINDOW) if drawn.over == "window" else drawn.over
+    by: Any = drawn.by
+    return fh.gate(
+        drawn.name,
+        drawn.what,
+        fh.Dot(torch.eye(WIDTH)[drawn.element]),
+        at=at,
+        over=over,
+        by=by,
+        inputs=drawn.phase == "forward_pre",
+        output_index=drawn.part,
+    )
+
+
+def reading(drawn: Gate, token: Tensor) -> float:
+    """Number that a gate reads from a token; NaN for one with infinite or NaN elements."""
+    vector = token.flatten().float()
+    others = torch.cat((vector[: drawn.element], vector[drawn.element + 1 :]))
+    return float(vector[drawn.element] + (others * 0).sum())
+
+
+def condition(when: When) -> Any:
+    """Makes a condition on a gate."""
+    made = (fh.above if when.above else fh.below)(when.gate, when.bound)
+    return ~made if when.negated else made
 
 
 def intervened(case: Case, hook: Hook, x: Tensor) -> Tensor:

@@ -207,6 +207,9 @@ impl Source {
         let collector = self.of_owner(py, owner)?;
         let Some(at) = self.place.mask else {
             let positions = positions.and_then(TokenPositions::of_whole);
+            if positions.as_ref().is_some_and(|it| !it.has_tokens()) {
+                return Ok(None);
+            }
             return Stored::whole(collector, index, value, positions, shared).map(Some);
         };
         let tracker = self.tracker(py, owner)?;
@@ -220,7 +223,7 @@ impl Source {
             None if collector.get().joins() => TokenTracker::positions_at(tracker, at)?,
             None => None,
         };
-        if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
+        if positions.as_ref().is_some_and(|it| !it.has_tokens()) {
             return Ok(None);
         }
         let arguments = turn.map(CallArguments::of);

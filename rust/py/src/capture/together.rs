@@ -96,6 +96,9 @@ impl CaptureGroup {
                 let owner = (shared.owner)(*number);
                 let collector = this.source.of_owner(py, Some(&owner))?;
                 let positions = (shared.positions)(*number);
+                if positions.as_ref().is_some_and(|it| !it.has_tokens()) {
+                    return Ok(());
+                }
                 let all = &self.selection.rows;
                 // The bytes that it keeps alive are counted: a copy of these rows only. Where the
                 // members differ, or lack the part, each gets its own error.

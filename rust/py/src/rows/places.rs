@@ -152,6 +152,11 @@ impl TokenPositions {
             && self.tokens().all(|token| token.is_some())
     }
 
+    /// True if one is of a token, not of padding.
+    pub fn has_tokens(&self) -> bool {
+        self.values.iter().any(|position| position.0 >= 0)
+    }
+
     /// Row and position of each token, None for padding and for one that was run again.
     pub fn tokens(&self) -> impl Iterator<Item = Option<Token>> + '_ {
         let tokens = self.values.iter().enumerate();

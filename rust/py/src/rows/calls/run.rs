@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, HookId, Inside, Phase};
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::contexts::log::PhaseRun;
@@ -18,6 +19,7 @@ use crate::rows::calls::program::{MergingMember, Program, StageHook};
 use crate::rows::calls::value::note_run;
 use crate::rows::layout::Layout;
 use crate::rows::places::{TokenPlace, TokenPositions};
+use crate::torch::tensors::{map_tensors, tensors_of};
 
 impl MergingMember {
     /// Returns the merging hooks of a member; None if one of them runs for each member alone.
@@ -200,20 +202,49 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                 Err(error) if is_fault(py, &error) => return Ok(Err(error)),
                 Err(error) => return Err(error),
             };
+            let replaces = merged.value.is_some();
+            changed = merged.value.or(changed);
             for (number, error) in merged.failed {
                 let hook = running[number];
                 if !fail(hook.member, &hook.entry, error)? {
                     left_out.members.push(hook.member);
+                    changed = match changed {
+                        Some(now) => Some(self.restored(value, &now, hook.member)?),
+                        None => None,
+                    };
                 }
             }
-            if let (Some(replaced), Some(_)) = (&mut replaced, &merged.value) {
+            if let (Some(replaced), true) = (&mut replaced, replaces) {
                 replaced.extend(running.iter().map(|hook| hook.member));
             }
-            changed = merged.value.or(changed);
             // The innermost first, as they are left in order.
             while invocations.pop().is_some() {}
         }
         Ok(Ok(changed))
+    }
+
+    /// Returns a changed value with a member's rows as they were: earlier stages changed them, and a
+    /// later one failed.
+    fn restored(
+        &self,
+        value: &Bound<'py, PyAny>,
+        changed: &Bound<'py, PyAny>,
+        member: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let mut before = tensors_of(value)?.into_iter();
+        let rows = self.layout.rows(self.batch.all(), member);
+        map_tensors(changed, &mut |now| match before.next() {
+            Some(old) if !old.is(now) && self.layout.covers(&old)? => {
+                let restored = now.call_method0(intern!(now.py(), "clone"))?;
+                rows.write(
+                    &restored,
+                    self.layout.dim,
+                    &rows.narrow(&old, self.layout.dim)?,
+                )?;
+                Ok(restored)
+            }
+            _ => Ok(now.clone()),
+        })
     }
 
     fn join(&self, py: Python<'_>, hooks: &[&StageHook]) -> PyResult<Arc<dyn Joint>> {
