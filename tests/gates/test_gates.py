@@ -190,6 +190,45 @@ def test_nan_fails_only_its_member_of_a_batch() -> None:
     torch.testing.assert_close(other.acts["@gate.g"], alone["@gate.g"])
 
 
+def test_the_sum_of_listed_places_is_read() -> None:
+    places = [f"{LAYERS}.0.mlp", f"{LAYERS}.1"]
+    plan = fh.Plan(
+        fh.gate("g", places, fh.Probe(UP, 0.5)), fh.keep("@gate.g"), *map(fh.keep, places)
+    )
+    acts = fh.run(model(), IDS, plan=plan).acts
+    total = acts[places[0]] + acts[places[1]]
+    expected = ((total[0].float() * UP).sum(-1) + 0.5).sigmoid()
+    torch.testing.assert_close(acts["@gate.g"].flatten(), expected)
+
+
+def test_a_sum_of_tensors_that_differ_fails() -> None:
+    places = [f"{LAYERS}.0", f"{LAYERS}.0.mlp.gate_proj"]
+    plan = fh.Plan(fh.gate("g", places, fh.Norm()), fh.keep("@gate.g"))
+    with pytest.raises(fh.HookError, match="the sum of 2 places, whose tensors differ"):
+        fh.run(model(), IDS, plan=plan)
+
+
+def test_a_sum_begins_anew_after_a_call_that_failed() -> None:
+    """The first place has run in a call that ended before the second one did."""
+    places = [f"{LAYERS}.0", f"{LAYERS}.1"]
+    plan = fh.Plan(fh.gate("g", places, fh.Norm()), fh.keep("@gate.g"))
+    request = plan.prepare(model()).open()
+    positions = torch.arange(IDS.shape[1])[None]
+    with fh.batch({request: [0]}, positions=positions):
+        with fh.scope() as scope:
+            fh.register(model(), f"{LAYERS}.1.mlp", _raise, scope=scope)
+            with pytest.raises(ValueError, match="on purpose"):
+                model()(IDS)
+        model()(IDS)
+    expected = fh.run(model(), IDS, plan=plan).acts["@gate.g"].flatten()
+    torch.testing.assert_close(request.acts["@gate.g"].flatten(), expected)
+
+
+def _raise(*_: object) -> None:
+    msg = "on purpose"
+    raise ValueError(msg)
+
+
 def test_a_gate_that_reads_later_is_refused_with_the_remedy() -> None:
     entries = [
         fh.gate("g", f"{LAYERS}.1", fh.Norm()),

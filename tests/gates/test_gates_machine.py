@@ -41,6 +41,8 @@ PLACES = [
     "lm_head",
 ]
 """In the order in which they run."""
+SUMS = [[0, 2], [1, 2, 4], [0, 3]]
+"""Places whose sum a gate reads."""
 ATS: dict[str, tuple[Any, Callable[[int, int], bool]]] = {
     "all": (None, lambda _p, _n: True),
     "prompt": ("prompt", lambda p, n: p < n),
@@ -69,12 +71,17 @@ class Gate:
     """A drawn gate."""
 
     name: str
-    place: int
+    places: list[int]
+    """In the order in which they run: their sum is read."""
     reading: Any
     at: str
     over: Any
     by: str
     lag: int
+
+    @property
+    def place(self) -> int:
+        return self.places[-1]
 
 
 @dataclass(frozen=True)
@@ -97,13 +104,15 @@ class Scene:
     def plan(self) -> fh.Plan:
         made: list[Any] = []
         for entry in self.entries:
-            place, at = PLACES[entry.place], ATS[entry.at][0]
+            at = ATS[entry.at][0]
             if isinstance(entry, Change):
                 options = {"when": entry.when, "strength": entry.strength}
-                made.append(fh.on(place, entry.hook, at=at, **options))
+                made.append(fh.on(PLACES[entry.place], entry.hook, at=at, **options))
                 continue
             options = {"over": entry.over, "by": entry.by, "lag": entry.lag}
-            made.append(fh.gate(entry.name, place, entry.reading, at=at, **options))
+            places = [PLACES[each] for each in entry.places]
+            what: Any = places[0] if len(places) == 1 else places
+            made.append(fh.gate(entry.name, what, entry.reading, at=at, **options))
             made.append(fh.keep(f"@gate.{entry.name}"))
         return fh.Plan(*made)
 
@@ -139,14 +148,14 @@ def readings(draw: Any, place: int) -> Any:
 
 @st.composite
 def gates(draw: Any, number: int) -> Gate:
-    place = draw(st.integers(0, len(PLACES) - 1))
+    places = draw(st.sampled_from([[it] for it in range(len(PLACES))] + SUMS))
     over = draw(
         st.sampled_from(["token", "prompt", "so_far", fh.window(2), fh.window(3), fh.ema(0.6)])
     )
     return Gate(
         f"gate {number}",
-        place,
-        draw(readings(place)),
+        places,
+        draw(readings(places[-1])),
         draw(st.sampled_from([*ATS])),
         over,
         draw(st.sampled_from(["max", "min", "mean", "last"])),
@@ -206,10 +215,20 @@ class ByHand:
         self.read: dict[str, dict[int, Tensor]] = {name: {} for name in self.gates}
         self.kept: dict[str, dict[int, float]] = {name: {} for name in self.gates}
         self.start = 0
+        self.parts: dict[str, Tensor] = {}
         for entry in scene.entries:
-            module = self.model.get_submodule(PLACES[entry.place])
-            run = self._change if isinstance(entry, Change) else self._read
-            module.register_forward_hook(functools.partial(run, entry))
+            if isinstance(entry, Change):
+                self._hook(entry.place, functools.partial(self._change, entry))
+                continue
+            for place in entry.places[:-1]:
+                self._hook(place, functools.partial(self._part, entry))
+            self._hook(entry.place, functools.partial(self._read, entry))
+
+    def _hook(self, place: int, hook: Any) -> None:
+        self.model.get_submodule(PLACES[place]).register_forward_hook(hook)
+
+    def _part(self, gate: Gate, _module: Any, _args: Any, output: Tensor) -> None:
+        self.parts[gate.name] = self.parts.get(gate.name, 0) + output[0]
 
     def __call__(self, ids: Tensor, cache: Any) -> Any:
         output = self.model(ids[None], past_key_values=cache, use_cache=True)
@@ -220,7 +239,7 @@ class ByHand:
         return ATS[entry.at][1](position, self.prompt)
 
     def _read(self, gate: Gate, _module: Any, _args: Any, output: Tensor) -> None:
-        for place, vector in enumerate(output[0]):
+        for place, vector in enumerate(output[0] + self.parts.pop(gate.name, 0)):
             position = self.start + place
             if self._counts(gate, position):
                 self.read[gate.name][position] = gate.reading(vector[None])[0]
@@ -455,7 +474,7 @@ def test_threads_share_a_model() -> None:
     alone = []
     for seed in range(4):
         direction, vector = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
-        gate = Gate("g", 2, fh.Dot(direction), "all", "so_far", "mean", 0)
+        gate = Gate("g", [2], fh.Dot(direction), "all", "so_far", "mean", 0)
         scene = Scene([gate, Change(4, fh.Add(vector.double()), "all", fh.above("g", 0.0), None)])
         alone.append((scene, Alone(scene, [3, 5, 9, seed + 1], 4, 3)))
 

@@ -123,8 +123,8 @@ def add(_module: object, _args: object, output: Tensor) -> Tensor:
 class Gated:
     """A gate of a plan, and a change that follows it without a jump, as rows differ in rounding."""
 
-    read: int
-    """Layer that it reads."""
+    read: list[int]
+    """Layers whose sum it reads."""
     changed: int
     """Layer that is changed."""
     direction: Tensor
@@ -143,16 +143,18 @@ class Gated:
         by = rng.choice(["max", "mean", "min", "last"])
         lag = 0 if over == "prompt" else rng.choice([0, 0, 1])
         changed = rng.randrange(layers)
-        read = rng.randint(0, changed)  # the hooks by hand run all positions at once
+        read = [rng.randint(0, changed)]  # the hooks by hand run all positions at once
+        if read[0] and rng.random() < 0.3:
+            read.insert(0, rng.randrange(read[0]))
         return cls(read, changed, direction, vector, over, by, lag)
 
     @property
     def entries(self) -> list[Any]:
         """Those of the plan."""
         options: dict[str, Any] = {"over": self.over, "by": self.by, "lag": self.lag}
-        known = fh.above("g", -1e6)
+        known, dot = fh.above("g", -1e6), fh.Dot(self.direction)
         return [
-            fh.gate("g", f"model.layers.{self.read}", fh.Dot(self.direction), **options),
+            fh.gate("g", [f"model.layers.{it}" for it in self.read], dot, **options),
             fh.on(
                 f"model.layers.{self.changed}",
                 fh.Add(self.vector),
@@ -181,9 +183,14 @@ class Gated:
 
     def hooks(self, prompt: int, acts: dict[str, Tensor]) -> list[tuple[str, Any]]:
         """Hooks of PyTorch's on layers, which do the same by hand; `acts` takes the values."""
+        parts: dict[int, Tensor] = {}
 
-        def read(_module: Any, _args: Any, output: Tensor) -> None:
-            readings = (output[0] * self.direction).sum(-1).tolist()
+        def read(layer: int, _module: Any, _args: Any, output: Tensor) -> None:
+            parts[layer] = output[0]
+            if layer != self.read[-1]:
+                return
+            total = torch.stack([*parts.values()]).sum(0)
+            readings = (total * self.direction).sum(-1).tolist()
             values = [self.value(readings, at, prompt) for at in range(len(readings))]
             acts["@gate.g"] = torch.tensor(values)[None]
 
@@ -191,7 +198,8 @@ class Gated:
             strengths = ((acts["@gate.g"] + 4) / 8).clamp(0, 1).nan_to_num(0.0)
             return output + strengths[..., None] * self.vector
 
-        return [(f"model.layers.{self.read}", read), (f"model.layers.{self.changed}", change)]
+        reads = [(f"model.layers.{it}", functools.partial(read, it)) for it in self.read]
+        return [*reads, (f"model.layers.{self.changed}", change)]
 
 
 @dataclasses.dataclass(frozen=True)

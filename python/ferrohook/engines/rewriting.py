@@ -11,12 +11,13 @@ from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry
 from ferrohook.plans.needs import CHANGES, GATES, BackEnd
+from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ferrohook.effects.intervention import Intervention
-    from ferrohook.engines.model.modules import ModuleTable
+    from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 
 _NO_GATES: Final = (
     "a compiled engine evaluates no gates, conditions and strengths: start it with "
@@ -83,36 +84,48 @@ def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
 
 
 def _gate_at(entry: GateEntry, modules: ModuleTable) -> GateEntry:
-    """Rewrites a gate for the place that it reads.
+    """Rewrites a gate for the places that it reads.
 
     Raises:
-        ValueError: the gate does not fit it, or there are several.
+        ValueError: the gate does not fit them.
     """
     found = modules.selected(entry.what)
-    if len(found) > 1:
-        msg = f"gate {entry.gate.name!r} must read one place, got {len(found)}: {[*found][:3]}"
+    if (problem := entry.sum_refusal(found)) is not None:
+        raise ValueError(problem)
+    indices = [_gate_index(entry, name, info, modules) for name, info in found.items()]
+    if any(index != indices[0] for index in indices):
+        msg = f"gate {entry.gate.name!r} reads different outputs of {listed(found)}"
         raise ValueError(msg)
-    ((name, info),) = found.items()
     options = dict(entry.options)
-    index = options.get("output_index")
+    if indices[0] is not None:
+        options["output_index"] = indices[0]
+    return dataclasses.replace(entry, what=[*found], options=options)
+
+
+def _gate_index(entry: GateEntry, name: str, info: ModuleInfo, modules: ModuleTable) -> Any:
+    """Returns the `output_index` with which a gate reads a place.
+
+    Raises:
+        ValueError: the gate does not fit it.
+    """
+    index = meant = entry.options.get("output_index")
     if modules.quantity(name) is not None:
-        if options:
+        if entry.options:
             msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
             raise ValueError(msg)
         heads = modules.named.heads.get(split_head(from_lens(name) or name)[0])
         one = split_head(name)[1] is not None and heads is not None
         width = heads[1] if one and heads is not None else info.width
-    elif options.get("inputs"):
+    elif entry.options.get("inputs"):
         width, _ = info.input(name, index)
     else:
         width = info.width if index is None else info.part(name, index)[0]
-        if (meant := info.index(name, index)) is not None:
-            options["output_index"] = meant
+        meant = info.index(name, index)
     reading = entry.gate.reading
     if reading.width not in {None, width}:
         msg = f"{reading!r} reads vectors of width {reading.width}, but the tensor has {width}"
         raise ValueError(msg)
-    return dataclasses.replace(entry, what=[name], options=options)
+    return meant
 
 
 def _tokens_first(entry: Entry, modules: ModuleTable) -> Entry:
@@ -211,8 +224,8 @@ def _check_positions(entries: Sequence[Entry], modules: ModuleTable) -> None:
     kinds = ["Add", *modules.kinds]
     for entry in entries:
         at: Any = entry.at
-        listed: Any = entry.what  # a list, as rewritten
-        names = [*map(modules.path_of, listed)]
+        what: Any = entry.what  # a list, as rewritten
+        names = [*map(modules.path_of, what)]
         if not isinstance(entry, HookEntry):
             kept.update(names)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate
 from math import isnan
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from ferrohook.gates.state import GateTokens
 from ferrohook.util.never_trace import never_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ferrohook._core import Collector
     from ferrohook.gates.conditions import Condition, Ramp
@@ -48,6 +49,8 @@ class GateReader:
     def __init__(self, gate: Gate, place: Place, *, followed: bool = False) -> None:
         self._gate, self._followed = gate, followed
         self.place = place
+        self.number, self.places = 0, 1
+        """Number of its place among those whose values are summed, and how many these are."""
         self.kept: list[int] = []
         """Captures of its values, by their indices in the plan."""
         self.stops: list[StopCheck] = []
@@ -59,10 +62,31 @@ class GateReader:
         """Reading of its gate."""
         return self._gate.reading
 
+    def at(self, places: Sequence[Place]) -> list[GateReader]:
+        """Returns a reader for each of several places, whose values are summed."""
+        readers = [copy.copy(self) for _ in places]
+        for number, (reader, place) in enumerate(zip(readers, places, strict=True)):
+            reader.place, reader.number, reader.places = place, number, len(places)
+        return readers
+
     def __call__(self, request: GatedRequest, vectors: Tensor, given: tuple[Any, ...]) -> None:
         """Reads the vectors of some tokens, (tokens, ...)."""
-        read = self.reading(_of_place(self.place, vectors))
-        self.store(request, GateTokens(*given), read.tolist(), read)
+        tokens = GateTokens(*given)
+        whole = self.summed(request, tokens, _of_place(self.place, vectors))
+        if whole is not None:
+            read = self.reading(whole)
+            self.store(request, tokens, read.tolist(), read)
+
+    def summed(self, request: GatedRequest, tokens: GateTokens, vectors: Tensor) -> Tensor | None:
+        """Returns the sum over the gate's places, once all have given the vectors of the tokens.
+
+        Raises:
+            HookError: another place has other tokens, or tensors of another shape.
+        """
+        if self.places == 1:
+            return vectors
+        part = vectors.to(torch.float32)
+        return request.gates.add_part(self._gate, tokens, self.number, self.places, part)
 
     @staticmethod
     def joined(readers: list[GateReader]) -> JoinedReaders:
@@ -98,7 +122,7 @@ class JoinedReaders:
         groups: dict[Any, list[int]] = {}
         for number, reader in enumerate(readers):
             place = reader.place
-            key = (place.head, place.multiplier, reading_key(reader.reading))
+            key = (place.head, place.multiplier, reader.places > 1, reading_key(reader.reading))
             groups.setdefault(key, []).append(number)
         self._groups = [
             (members, JoinedReading([readers[member].reading for member in members]))
@@ -123,10 +147,19 @@ class JoinedReaders:
                 places = [it for at in members for it in range(ends[at] - counts[at], ends[at])]
                 own = vectors[torch.tensor(places, device=vectors.device)]
             own = _of_place(self._readers[members[0]].place, own)
-            read = reading(own, [counts[member] for member in members])
+            own_counts = [counts[member] for member in members]
+            if self._readers[members[0]].places > 1:
+                whole = self._summed(members, own.split(own_counts), given, tokens, errors)
+                own_counts = [0 if it is None else len(it) for it in whole]
+                own = torch.cat([own[:0], *(it for it in whole if it is not None)])
+            if not len(own):
+                continue
+            read = reading(own, own_counts)
             readings, start = read.tolist(), 0
-            for member in members:
-                span = slice(start, start := start + counts[member])
+            for member, count in zip(members, own_counts, strict=True):
+                if not count:
+                    continue
+                span = slice(start, start := start + count)
                 request = given[member][0]
                 try:
                     store = self._readers[member].store
@@ -134,6 +167,26 @@ class JoinedReaders:
                 except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
                     errors[member] = error
         return errors
+
+    def _summed(
+        self,
+        members: list[int],
+        vectors: Sequence[Tensor],
+        given: list[tuple[GatedRequest, tuple[Any, ...]]],
+        tokens: list[GateTokens],
+        errors: list[Exception | None],
+    ) -> list[Tensor | None]:
+        """Returns the sums over the places of each member's gate, as `GateReader.summed` does."""
+        found: list[Tensor | None] = []
+        for member, own in zip(members, vectors, strict=True):
+            whole = None
+            try:
+                summed = self._readers[member].summed
+                whole = summed(given[member][0], tokens[member], own)
+            except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
+                errors[member] = error
+            found.append(whole)
+        return found
 
 
 def _of_place(place: Place, vectors: Tensor) -> Tensor:

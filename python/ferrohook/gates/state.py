@@ -143,6 +143,9 @@ class GateStates:
         self._lock = threading.RLock()
         self._rows: dict[str, dict[int, dict[int, _Row]]] = {}
         """By the name of the gate, the id of the sequences and the row."""
+        self._parts: dict[tuple[str, int], tuple[GateTokens, dict[int, Tensor]]] = {}
+        """Vectors of the running call by the name of the gate and the id of the sequences: of the
+        places that have run, where a gate reads the sum of several."""
         self._stopped: dict[tuple[int, int], Stopped] = {}
         """By the id of the sequences and the row."""
 
@@ -156,6 +159,46 @@ class GateStates:
             if len(of_gate) > _MOST_SEQUENCES:
                 del of_gate[next(iter(of_gate))]
             return found
+
+    def add_part(
+        self, gate: Gate, tokens: GateTokens, number: int, places: int, vectors: Tensor
+    ) -> Tensor | None:
+        """Adds the vectors of one of the places whose sum a gate reads.
+
+        Args:
+            gate: the gate.
+            tokens: the tokens.
+            number: of the place.
+            places: how many there are.
+            vectors: of the tokens there, float32.
+
+        Returns:
+            the sum, once all places have given theirs.
+
+        Raises:
+            HookError: another place has other tokens, or tensors of another shape.
+        """
+        key = (gate.name, tokens.sequences)
+        given, parts = self._parts.get(key, (tokens, {}))
+        if number in parts:  # of a call that did not come to its end
+            given, parts = tokens, {}
+        other = next(iter(parts.values()), vectors)
+        if given != tokens or other.shape != vectors.shape:
+            self._parts.pop(key)
+            msg = (
+                f"gate {gate.name!r} reads the sum of {places} places, whose tensors differ: "
+                f"{tuple(vectors.shape)} and {tuple(other.shape)}, or other tokens"
+            )
+            raise HookError(msg)
+        parts[number] = vectors
+        if len(parts) < places:
+            self._parts[key] = (given, parts)
+            return None
+        self._parts.pop(key, None)
+        whole = parts[0]
+        for each in range(1, places):
+            whole = whole + parts[each].to(whole.device)
+        return whole
 
     def add(
         self, gate: Gate, tokens: GateTokens, readings: list[float], graph: Tensor | None = None

@@ -28,10 +28,10 @@ from ferrohook.tokens.tracking import check_takes_at
 from ferrohook.util.arguments import check_encodes, check_output_index, expect
 from ferrohook.util.tables import text_table
 from ferrohook.util.tensors import content_of
-from ferrohook.util.texts import MODEL, name_of
+from ferrohook.util.texts import MODEL, listed, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from typing_extensions import Unpack
 
@@ -213,6 +213,16 @@ class GateEntry(PlanEntry):
         """True: its values belong to tokens."""
         return True
 
+    def sum_refusal(self, places: Collection[str]) -> str | None:
+        """Returns why it does not read the sum of some places; None if it does, or of one."""
+        several = len(self.what) if isinstance(self.what, list | tuple) else 1
+        if len(places) in {1, several}:
+            return None
+        return (
+            f"gate {self.gate.name!r} reads one place, and its `what` selects {listed(places)}: to "
+            "read the sum of several, list each of them"
+        )
+
     def _needs(self) -> Iterator[str]:
         yield from ("gate", *self.options)
 
@@ -294,7 +304,8 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
 
     Args:
         name: its name in the plan.
-        what: one place, see `select`: a module that returns a tensor, or a quantity.
+        what: a module that returns a tensor, or a quantity, see `select`. Or a list of several:
+            the sum of their tensors is read, once the last one has run.
         reading: number of each token, such as `Cosine(direction)`.
         at: tokens that it reads, see `At`; None for all. Models give their first tokens huge
             norms, so `slice(1, None)` or `"generated"` often fits better.

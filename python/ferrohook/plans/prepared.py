@@ -143,7 +143,7 @@ class Prepared:
         followed = {each.gate for each in strengths if isinstance(each, Ramp)}
         self._contents.gates = {
             entry.gate.name: GateReader(
-                entry.gate, *places.values(), followed=entry.gate.name in followed
+                entry.gate, next(iter(places.values())), followed=entry.gate.name in followed
             )
             for entry, places in zip(self.entries, found, strict=True)
             if isinstance(entry, GateEntry)
@@ -260,20 +260,22 @@ class Prepared:
         attachment: Attachment,
     ) -> None:
         """Registers the hook of a gate, which reads the value that the entries before it left."""
-        ((name, place),) = found[number].items()
+        places = found[number]
+        reader = self._contents.gates[entry.gate.name]
         mask = cast("int", self._mask(entry))
-        hook = GateHook(self._contents.gates[entry.gate.name], place.part, mask)
-        phase: Phase = "forward_pre" if place.inputs else "forward"
-        (handle,) = attachment.register(
-            [place.module],
-            phase,
-            hook,
-            scope=self._frame,
-            names=[place.path],
-            entry=number,
-            priority=_priority_of_reader(self.entries, found, number, place),
-        )
-        self._contents.handles.append((name, handle))
+        readers = [reader] if len(places) == 1 else reader.at([*places.values()])
+        for (name, place), own in zip(places.items(), readers, strict=True):
+            phase: Phase = "forward_pre" if place.inputs else "forward"
+            (handle,) = attachment.register(
+                [place.module],
+                phase,
+                GateHook(own, place.part, mask),
+                scope=self._frame,
+                names=[place.path],
+                entry=number,
+                priority=_priority_of_reader(self.entries, found, number, place),
+            )
+            self._contents.handles.append((name, handle))
 
     def _mask(self, entry: Entry) -> int | None:
         """Returns the index of an entry's positions in the plan; None if it needs none."""
@@ -579,22 +581,22 @@ def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
 
 
 def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
-    """Validates the place of a gate.
+    """Validates the places of a gate.
 
     Raises:
-        HookError: there are several.
-        HookTypeError: its tensor has another width than the reading.
+        HookError: several are selected, and not listed one by one.
+        HookTypeError: a tensor has another width than the reading.
     """
-    if len(places) != 1:
-        msg = f"gate {entry.gate.name!r} reads one place, and its `what` selects {listed(places)}"
-        raise HookError(msg)
-    ((name, place),) = places.items()
-    reading, shape = entry.gate.reading, place.shape
-    if place.head is not None or shape is None or len(shape) != _VECTORS:
-        return  # a call shows the width
-    if reading.width not in {None, shape[-1]}:
-        msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
-        raise HookTypeError(msg)
+    if (problem := entry.sum_refusal(places)) is not None:
+        raise HookError(problem)
+    reading = entry.gate.reading
+    for name, place in places.items():
+        shape = place.shape
+        if place.head is not None or shape is None or len(shape) != _VECTORS:
+            continue  # a call shows the width
+        if reading.width not in {None, shape[-1]}:
+            msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
+            raise HookTypeError(msg)
 
 
 def _gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
