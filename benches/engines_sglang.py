@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benches.engine_rows import HEADS, MODEL, NEW, REQUESTS, ROUNDS, SIZES, print_rows, requests_of
+from benches.engine_rows import (
+    HEADS,
+    MODEL,
+    NEW,
+    REQUESTS,
+    ROUNDS,
+    SIZES,
+    Round,
+    print_rows,
+    requests_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +49,7 @@ def main(rounds: int = ROUNDS) -> None:
     local = Local(folder, **limits)
     print(f"{MODEL}; CPU time / without ferrohook")
 
-    def plain(run: Callable[[], float]) -> float:
+    def plain(run: Callable[[], Round]) -> Round:
         with without(local):
             return run()
 
@@ -73,8 +83,8 @@ def without(local: Any) -> Iterator[None]:
                 layer.forward = forward
 
 
-def measure(local: Any, plans: list[Any]) -> float:
-    """Returns the CPU seconds of the steps that serve requests with these plans."""
+def measure(local: Any, plans: list[Any]) -> Round:
+    """Measures the steps that serve requests with these plans."""
     from support.sglang_engine import answers, request  # noqa: PLC0415
 
     local.scheduler.flush_cache()
@@ -86,10 +96,11 @@ def measure(local: Any, plans: list[Any]) -> float:
     begin = time.process_time()
     local.serve([asked])
     spent = time.process_time() - begin
-    if any(len(each["tokens"]) != NEW for each in answers(local.sent).values()):
+    texts = [answers(local.sent)[f"{number}."]["tokens"] for number in range(len(plans))]
+    if any(len(each) != NEW for each in texts):
         msg = "a request was cut short"
         raise RuntimeError(msg)
-    return spent
+    return Round(spent, texts)
 
 
 if __name__ == "__main__":

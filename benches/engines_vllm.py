@@ -21,6 +21,7 @@ from benches.engine_rows import (
     REQUESTS,
     ROUNDS,
     SIZES,
+    Round,
     print_ratios,
     print_rows,
     requests_of,
@@ -91,10 +92,10 @@ def serve_compiled(folder: Path, *, has_sites: bool) -> None:
     for line in sys.stdin:
         requests, kind = line.split()
         plans = steering(int(requests)) if kind == "steered" else [None] * int(requests)
-        answer(measure(llm, plans))
+        answer(measure(llm, plans).seconds)
 
 
-def without(llm: Any, run: Callable[[], float]) -> float:
+def without(llm: Any, run: Callable[[], Round]) -> Round:
     """Runs with the runner as vLLM made it."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     taken = {name: vars(runner).pop(name) for name in WRAPPED}
@@ -104,8 +105,8 @@ def without(llm: Any, run: Callable[[], float]) -> float:
         vars(runner).update(taken)
 
 
-def measure(llm: Any, plans: list[Any]) -> float:
-    """Returns the CPU seconds of the steps that serve requests with these plans."""
+def measure(llm: Any, plans: list[Any]) -> Round:
+    """Measures the steps that serve requests with these plans."""
     from ferrohook.engines.vllm import activations  # noqa: PLC0415
     from support.vllm_engine import sampling  # noqa: PLC0415
 
@@ -118,13 +119,14 @@ def measure(llm: Any, plans: list[Any]) -> float:
     while engine.has_unfinished_requests():
         finished += [output for output in engine.step() if output.finished]
     spent = time.process_time() - begin
+    finished.sort(key=lambda it: int(it.request_id.partition("-")[2].partition("-")[0]))
     for output, plan in zip(finished, plans, strict=True):
         if len(output.outputs[0].token_ids) != NEW:
             msg = f"{output.request_id} was cut short"
             raise RuntimeError(msg)
         if "keep" in repr(plan):
             activations(llm, output)
-    return spent
+    return Round(spent, [[*output.outputs[0].token_ids] for output in finished])
 
 
 if __name__ == "__main__":
