@@ -140,6 +140,7 @@ async def streamed(engine: Engine) -> list[bytes]:
 
 
 KEEP = fh.Plan(fh.keep("0"))
+MONITOR = fh.Plan(fh.gate("long", "0", fh.Norm()), fh.keep("0"), fh.keep("@gate.long"))
 
 
 def test_a_stream_is_whole_where_the_worker_is_ahead_or_behind(engine: Engine) -> None:
@@ -168,14 +169,15 @@ def test_a_stream_is_whole_where_the_worker_is_ahead_or_behind(engine: Engine) -
     engine.before = before
 
     async def run() -> list[bytes]:
-        await engine.send(KEEP)
+        await engine.send(MONITOR)
         return await asyncio.wait_for(streamed(engine), 30)
 
-    found = [unpacked(frame) for frame in asyncio.run(run())]
-    positions = [place for it in found if it.acts for place in it.positions["0"].tolist()]
-    assert positions == [*range(PROMPT + 2)]
-    rows = torch.cat([it.acts["0"] for it in found if it.acts])
-    torch.testing.assert_close(rows, engine.rows)
+    found = [it for it in map(unpacked, asyncio.run(run())) if it.acts]
+    for name, expected in (("0", engine.rows), ("@gate.long", engine.rows.norm(dim=-1))):
+        positions = [place for it in found for place in it.positions[name].tolist()]
+        assert positions == [*range(PROMPT + 2)]
+        torch.testing.assert_close(torch.cat([it.acts[name] for it in found]), expected)
+    assert len(found) > 1
 
 
 def test_a_request_on_its_way_is_waited_for(engine: Engine) -> None:

@@ -64,7 +64,7 @@ def check(model: Any, job: Job, output: Any) -> None:
 
 def test_random_requests(models: Any, engine: Any, request: pytest.FixtureRequest) -> None:
     _, model = models["llama"]
-    jobs = random_jobs(request.config.getoption("requests") or 36, seed=83)
+    jobs = random_jobs(request.config.getoption("requests") or 36, seed=83, gates=0.3)
     before = states(engine)[0]["steps"]
     answers = serve(engine, jobs, seed=89)
     assert len(answers) == len(jobs)
