@@ -18,6 +18,7 @@ from ferrohook.captures.cache import ActivationCache as ActivationCache
 from ferrohook.captures.capture import STOPPED as STOPPED
 from ferrohook.captures.capture import capture as capture
 from ferrohook.data.collect import collect as collect
+from ferrohook.dictionaries.dictionary import Dictionary as Dictionary
 from ferrohook.effects.interventions import Ablate as Ablate
 from ferrohook.effects.interventions import Add as Add
 from ferrohook.effects.interventions import Clamp as Clamp
