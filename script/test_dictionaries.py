@@ -460,3 +460,29 @@ def test_circuit_tracer(jumps: bool, skip: bool, dtype: torch.dtype, tmp_path: P
     assert (dictionary.reads, dictionary.writes) == ("@mlp_in.1", "@mlp_out.1")
     for x in inputs(dtype):
         check(dictionary, library, x, lambda _, x=x: library(x))
+
+
+# --- Interventions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_feature_is_saelens_with_its_error_term(
+    kind: str, normalization: str, tmp_path: Path
+) -> None:
+    library = saelens(kind, **KINDS[kind], normalize_activations=normalization)
+    library.save_model(tmp_path)
+    dictionary = fh.Dictionary.load(tmp_path)
+    library.use_error_term = True
+
+    def set_features(values: Tensor, hook: Any) -> Tensor:
+        assert hook is not None
+        values[..., 3], values[..., 7] = 5.0, values[..., 7] * 2
+        return values
+
+    hook = fh.Feature(dictionary, [3, 7], set=[5.0, None], scale=[None, 2.0])
+    for x in inputs(torch.float32):
+        expected = library.run_with_hooks(x, fwd_hooks=[("hook_sae_acts_post", set_features)])
+        changed = hook.apply(x)
+        assert not torch.allclose(changed, x)
+        torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-4)

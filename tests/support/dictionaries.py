@@ -41,7 +41,7 @@ def weights_of(kind: str, d_out: int = D_IN, seed: int = 0, width: int = D_IN) -
 
 def dictionary_of(kind: str, seed: int = 0, width: int = D_IN, **more: Any) -> fh.Dictionary:
     """A random dictionary of a kind."""
-    weights: dict[str, Any] = {**weights_of(kind, seed=seed, width=width)}
+    weights: dict[str, Any] = {**weights_of(kind, width, seed=seed, width=width)}
     return fh.Dictionary(**weights, activation=kind.partition(" ")[0], **KINDS[kind], **more)
 
 

@@ -243,7 +243,7 @@ class Dictionary:
         Raises:
             HookTypeError: `x` is no tensor of floating point of that shape.
         """
-        flat = self.flattened(x).to(self.dtype)
+        flat = flattened(self, x).to(self.dtype)
         return encode(self.formula, self.weights.on(x.device, self.dtype), flat)
 
     def decode(self, values: Tensor, x: Tensor | None = None) -> Tensor:
@@ -271,31 +271,13 @@ class Dictionary:
         if x is None and needs_input(self.formula, weights):
             msg = "decode needs x: the reconstruction depends on what was encoded"
             raise HookTypeError(msg)
-        flat = None if x is None else self.flattened(x).to(self.dtype)
+        flat = None if x is None else flattened(self, x).to(self.dtype)
         decoded = decode(self.formula, weights, values.to(self.dtype), flat)
         return decoded if x is None or self.transcoder else decoded.reshape(x.shape)
 
-    def flattened(self, x: Tensor) -> Tensor:
-        """Returns a tensor that it reads as (..., d_in), with heads laid side by side.
-
-        Raises:
-            HookTypeError: it is no tensor of floating point of a shape that fits.
-        """
-        expect(x, Tensor, "a dictionary reads a tensor")
-        if x.is_floating_point() and x.dim():
-            if x.shape[-1] == self.d_in:
-                return x
-            if x.dim() > 1 and x.shape[-1] * x.shape[-2] == self.d_in:
-                return x.flatten(-2)
-        msg = (
-            f"{self!r} reads tensors of floating point, of shape (..., {self.d_in}) or (..., "
-            f"heads, head_dim), got {x.dtype} of {tuple(x.shape)}"
-        )
-        raise HookTypeError(msg)
-
-    def content(self) -> tuple[Any, ...]:
-        """Returns what identifies it, hashable: equal for equal weights and settings."""
-        return "Dictionary", self._digest, self.formula, self.reads, self.writes, self.name
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self._digest, self.formula, self.reads, self.writes, self.name
 
     @cached_property
     def _digest(self) -> str:
@@ -312,10 +294,10 @@ class Dictionary:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Dictionary) and self.content() == other.content()
+        return isinstance(other, Dictionary) and self._content == other._content
 
     def __hash__(self) -> int:
-        return hash(self.content())
+        return hash(self._content)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
@@ -421,3 +403,23 @@ class Dictionary:
             msg = "max_activations must not have NaN or infinities"
             raise ValueError(msg)
         return value.detach().to("cpu", torch.float32)
+
+
+def flattened(dictionary: Dictionary, x: Tensor) -> Tensor:
+    """Returns a tensor that a dictionary reads as (..., d_in), with heads laid side by side.
+
+    Raises:
+        HookTypeError: it is no tensor of floating point of a shape that fits.
+    """
+    expect(x, Tensor, "a dictionary reads a tensor")
+    width = dictionary.d_in
+    if x.is_floating_point() and x.dim():
+        if x.shape[-1] == width:
+            return x
+        if x.dim() > 1 and x.shape[-1] * x.shape[-2] == width:
+            return x.flatten(-2)
+    msg = (
+        f"{dictionary!r} reads tensors of floating point, of shape (..., {width}) or (..., heads, "
+        f"head_dim), got {x.dtype} of {tuple(x.shape)}"
+    )
+    raise HookTypeError(msg)

@@ -19,7 +19,7 @@ class StoredWeights:
     """Tensors by name, and their copies, each made once for a device and a dtype.
 
     Args:
-        tensors: by name, at least one; of one dtype and device.
+        tensors: by name, on one device.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -29,15 +29,13 @@ class StoredWeights:
         ] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns the tensors on a device, in a dtype."""
-        first = next(iter(self.tensors.values()))
-        if first.device == device and first.dtype == dtype:
-            return self.tensors
+        """Returns the tensors on a device, those of floating point in a dtype."""
         found = self._copies.get((device, dtype))
         if found is None:
             with torch.inference_mode(mode=False):  # a later call may record a graph
                 copies = {
-                    name: to_device(each.to(dtype), device) for name, each in self.tensors.items()
+                    name: to_device(each.to(dtype) if each.is_floating_point() else each, device)
+                    for name, each in self.tensors.items()
                 }
             order = made([*copies.values()]) if device.type == "cuda" else None
             found = self._copies[device, dtype] = copies, order
