@@ -18,6 +18,8 @@ from ferrohook.captures.cache import ActivationCache as ActivationCache
 from ferrohook.captures.capture import STOPPED as STOPPED
 from ferrohook.captures.capture import capture as capture
 from ferrohook.data.collect import collect as collect
+from ferrohook.dictionaries.dictionary import Dictionary as Dictionary
+from ferrohook.dictionaries.features import Feature as Feature
 from ferrohook.effects.interventions import Ablate as Ablate
 from ferrohook.effects.interventions import Add as Add
 from ferrohook.effects.interventions import Clamp as Clamp
@@ -41,6 +43,7 @@ from ferrohook.gates.conditions import ramp as ramp
 from ferrohook.gates.readings import Cosine as Cosine
 from ferrohook.gates.readings import Dot as Dot
 from ferrohook.gates.readings import Entropy as Entropy
+from ferrohook.gates.readings import FeatureActivation as FeatureActivation
 from ferrohook.gates.readings import MaxProbability as MaxProbability
 from ferrohook.gates.readings import Norm as Norm
 from ferrohook.gates.readings import Probe as Probe

@@ -518,6 +518,9 @@ class InterventionBase(NativeHook):
         vector: Any,  # a tensor or None
         broadcasts: bool,
         adds: bool,
+        reader: Any = None,
+        *,
+        traces: bool = True,
     ) -> Self: ...
     def apply(self, value: Any) -> Any: ...  # the value's type
 

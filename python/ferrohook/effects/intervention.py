@@ -18,7 +18,7 @@ from ferrohook.util.streams import Made, made
 from ferrohook.util.tensors import content_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 EXACT: Final = {torch.float64, torch.complex128}
 """Dtypes with which numbers are computed in float64; in float32 with others."""
@@ -157,6 +157,14 @@ class Intervention(InterventionBase):
             msg = f"an intervention called {cls.__name__} is already defined in {known.__module__}"
             raise HookTypeError(msg)
         KINDS[cls.__name__] = cls
+
+    def at_part(self, output_index: OutputIndex) -> Self:
+        """Returns the intervention for another part of a module's value."""
+        return type(self)(*self.values, output_index=output_index)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Returns True if the vector is as wide as a tensor of a shape, or broadcasts."""
+        return self.width in {None, 1, shape[-1]}
 
     def on_multiple(self, _multiplier: float) -> Self | None:
         """Returns the intervention for a tensor of which a multiple is to change as this one says.

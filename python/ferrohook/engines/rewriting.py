@@ -306,5 +306,5 @@ def _with_index(entry: HookEntry | KeepEntry, names: list[str], index: Any) -> E
         return dataclasses.replace(entry, what=names, options=options)
     hook = entry.hook
     if hook.output_index != index:
-        hook = type(hook)(*hook.values, output_index=index)
+        hook = hook.at_part(index)
     return dataclasses.replace(entry, what=names, hook=hook)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.dictionaries.features import UNITS, FeatureValues, checked_index, maxima_of
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect, finite
 from ferrohook.util.tensors import content_of
@@ -380,3 +382,46 @@ class Entropy(Reading):
     def _read(self, vectors: Tensor) -> Tensor:
         entropy: Tensor = torch.special.entr(vectors.softmax(-1)).sum(-1)
         return entropy
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class FeatureActivation(Reading):
+    """Value of a feature of a dictionary, as its encoder computes it, in float32.
+
+    Of a transcoder too, for a gate at the place that it reads.
+
+    Args:
+        dictionary: has the feature.
+        index: number of the feature.
+        unit: `"raw"`, or `"max"` for multiples of the dictionary's `max_activations`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: the feature is out of range, or `unit` is unknown, or needs a maximum that is
+            unknown or not above 0.
+    """
+
+    dictionary: Dictionary
+    index: int
+    unit: str = "raw"
+
+    def __post_init__(self) -> None:
+        expect(self.dictionary, Dictionary, "dictionary of FeatureActivation must be a Dictionary")
+        expect(self.index, int, "index of FeatureActivation must be an int")
+        places = checked_index(self.dictionary, self.index, "FeatureActivation")
+        if self.unit not in UNITS:
+            msg = f"unit of FeatureActivation must be one of {', '.join(UNITS)}, got {self.unit!r}"
+            raise ValueError(msg)
+        size = float(maxima_of(self.dictionary, places)) if self.unit == "max" else 1.0
+        object.__setattr__(self, "_size", size)
+        object.__setattr__(self, "_values", FeatureValues(self.dictionary, places))
+
+    @property
+    def width(self) -> int:
+        """Width of the vectors."""
+        return self.dictionary.d_in
+
+    def _read(self, vectors: Tensor) -> Tensor:
+        values: Tensor = vars(self)["_values"].of(vectors)[:, 0]
+        size: float = vars(self)["_size"]
+        return values if size == 1 else values / size

@@ -130,7 +130,7 @@ def _check(place: Place, hook: Any, phase: Phase) -> None:
                 f"{type(hook).__name__}"
             )
             raise HookTypeError(msg)
-        if place.shape is not None and hook.width not in {None, 1, place.shape[-1]}:
+        if place.shape is not None and not hook.fits(place.shape):
             msg = (
                 f"{hook!r} has a width of {hook.width}, but {place.quantity} has {place.shape[-1]}"
             )
@@ -158,7 +158,7 @@ def _intervention_at(place: Place, hook: Intervention) -> Any:
     if place.by_keyword or place.head is not None:
         return None
     scaled = hook if place.multiplier == 1 else hook.on_multiple(place.multiplier)
-    return None if scaled is None else type(scaled)(*scaled.values, output_index=place.part)
+    return None if scaled is None else scaled.at_part(place.part)
 
 
 class Written:

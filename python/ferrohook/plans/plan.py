@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.plans.prepared import Request
 
 
@@ -133,13 +134,13 @@ class Plan:
         return request
 
     def to_json(self) -> str:
-        """Writes the plan as JSON, tensors inline, for `from_json`.
+        """Writes the plan as JSON, tensors inline and dictionaries by name, for `from_json`.
 
         Raises:
             HookTypeError: a Python function, typed hook, detector, class or predicate in it, or a
                 tensor of a dtype other than float16, bfloat16, float32 and float64 or that requires
                 grad; names the entry.
-            ValueError: NaN or an infinity; names the entry.
+            ValueError: NaN or an infinity, or a dictionary without a name; names the entry.
 
         Examples:
             >>> fh.Plan(fh.on("layers.5", fh.Scale(2), at="generated")).to_json()
@@ -155,6 +156,7 @@ class Plan:
         text: str | bytes | Mapping[str, Any],
         tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         *,
+        dictionaries: Mapping[str, Dictionary] | None = None,
         regex: bool = False,
         max_text: int = JsonLimits().max_text,
         max_entries: int = JsonLimits().max_entries,
@@ -167,6 +169,7 @@ class Plan:
             text: result of `to_json`, or a dict that it was parsed into.
             tensors: tensors that the text names as `{"tensor": "name"}`: a dict, or the path of a
                 safetensors file.
+            dictionaries: dictionaries that the text names, by their names.
             regex: allow regexes as selectors. A hostile one may take for ever to match.
             max_text: characters of the text.
             max_entries: entries of the plan.
@@ -180,4 +183,4 @@ class Plan:
             OSError: the file of tensors cannot be read.
         """
         limits = JsonLimits(regex, max_text, max_entries, max_selectors, max_bytes)
-        return cls(*read(text, tensors, limits))
+        return cls(*read(text, tensors, limits, dictionaries))

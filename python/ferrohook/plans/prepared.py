@@ -680,16 +680,15 @@ def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> Non
         HookTypeError: they differ.
     """
     intervention: Intervention = entry.hook
-    width = intervention.width
-    if width in {None, 1} or intervention.output_index is not None or entry.phase != "forward":
+    if intervention.output_index is not None or entry.phase != "forward":
         return
     for name, place in places.items():
         own = None if place.inputs else _width_of(place.module)
-        known = own if place.shape is None else place.shape[-1]
-        if known is not None and known != width:
+        shape = (own,) if place.shape is None and own is not None else place.shape
+        if shape is not None and not intervention.fits(shape):
             msg = (
-                f"entry {number} of the plan: {intervention!r} has a width of {width}, but the "
-                f"output of {name!r} ({type(place.module).__name__}) has {known}"
+                f"entry {number} of the plan: {intervention!r} has a width of {intervention.width},"
+                f" but the output of {name!r} ({type(place.module).__name__}) has {shape[-1]}"
             )
             raise HookTypeError(msg)
 

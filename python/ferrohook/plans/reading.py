@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.dictionaries.features import NUMBERS, Feature
 from ferrohook.effects.interventions import KINDS
 from ferrohook.gates.aggregation import ema, window
 from ferrohook.gates.conditions import Combined, Condition, above, below, between, ramp
@@ -82,6 +84,7 @@ def read(
     text: str | bytes | Mapping[str, Any],
     tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
     limits: JsonLimits,
+    dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> list[Entry]:
     """Reads entries from JSON; see `Plan.from_json`."""
     found = text if isinstance(text, Mapping) else _parsed(text, limits)
@@ -96,7 +99,7 @@ def read(
         msg = f"entries: expected a list of at most max_entries={limits.max_entries:,}, got {got}"
         raise ValueError(msg)
     with _tensors(tensors) as lookup:
-        reader = _Reader(limits, lookup)
+        reader = _Reader(limits, lookup, dictionaries or {})
         return [reader.entry(each, f"entries[{place}]") for place, each in enumerate(entries)]
 
 
@@ -174,8 +177,14 @@ def _tensors(
 class _Reader:
     """Reads the entries of one text."""
 
-    def __init__(self, limits: JsonLimits, lookup: Callable[[str], _TensorSource | None]) -> None:
+    def __init__(
+        self,
+        limits: JsonLimits,
+        lookup: Callable[[str], _TensorSource | None],
+        dictionaries: Mapping[str, Dictionary],
+    ) -> None:
         self._limits = limits
+        self._dictionaries = dictionaries
         self._lookup = lookup
         self._bytes = 0
         self._selectors = 0
@@ -213,6 +222,8 @@ class _Reader:
 
     def _hook(self, value: Any, path: str) -> Any:
         cls = KINDS[_type(value, path, KINDS)]
+        if cls is Feature:
+            return self._feature(value, path)
         own = {"type", "output_index", *cls.fields}
         fields = dict(_fields(value, path, own, set()))
         del fields["type"]
@@ -225,6 +236,38 @@ class _Reader:
                 fields[name] = _plain(it, f"{path}.{name}")
         with _named(path):
             return cls(**fields)
+
+    def _feature(self, value: Any, path: str) -> Feature:
+        own = {"type", "dictionary", "index", "only_active", "unit", "output_index", *NUMBERS}
+        fields = dict(_fields(value, path, own, {"dictionary", "index"}))
+        del fields["type"]
+        for name, it in fields.items():
+            place = f"{path}.{name}"
+            if name == "dictionary":
+                fields[name] = self._dictionary(it, place)
+            elif name == "output_index":
+                fields[name] = _part(it, place)
+            elif isinstance(it, list):
+                if len(it) > _MOST_IDS:
+                    msg = f"{place}: expected at most {_MOST_IDS} numbers, got {len(it):,}"
+                    raise ValueError(msg)
+                fields[name] = [_plain(each, place) for each in it]
+            else:
+                fields[name] = _plain(it, place)
+        with _named(path):
+            return Feature(**fields)
+
+    def _dictionary(self, value: Any, path: str) -> Dictionary:
+        name = _text(value, path)
+        found = self._dictionaries.get(name)
+        if found is None:
+            msg = f"{path}: no dictionary named {_short(name)} was passed as dictionaries="
+            raise ValueError(msg)
+        expect(found, Dictionary, f"dictionaries[{name!r}] must be a Dictionary")
+        if found.name != name:
+            msg = f"dictionaries[{name!r}] must have that name, got the name {found.name!r}"
+            raise ValueError(msg)
+        return found
 
     def _condition(self, value: Any, path: str, depth: int = 0) -> Condition:
         """Reads a condition on gates."""
@@ -261,7 +304,9 @@ class _Reader:
         del fields["type"]
         for name, it in fields.items():
             place = f"{path}.{name}"
-            if isinstance(it, Mapping):
+            if name == "dictionary":
+                fields[name] = self._dictionary(it, place)
+            elif isinstance(it, Mapping):
                 fields[name] = self._tensor(it, place)
             elif isinstance(it, list):
                 fields[name] = _ids(it, place)

@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.dictionaries.features import Feature, options_of
 from ferrohook.effects.interventions import KINDS
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import Ema, Window
@@ -37,7 +39,30 @@ FLAGS: Final = {
 def written(entries: tuple[Entry, ...]) -> str:
     """Writes entries as JSON; see `Plan.to_json`."""
     listed = [_entry(entry, f"entries[{number}]") for number, entry in enumerate(entries)]
+    _check_dictionaries(entries)
     return json.dumps({"version": VERSION, "entries": listed}, allow_nan=False)
+
+
+def _check_dictionaries(entries: tuple[Entry, ...]) -> None:
+    """Refuses two dictionaries of one name, which a reader could not tell apart."""
+    found: dict[str | None, Dictionary] = {}
+    for number, entry in enumerate(entries):
+        used = entry.hook if isinstance(entry, HookEntry) else None
+        used = entry.gate.reading if isinstance(entry, GateEntry) else used
+        own = getattr(used, "dictionary", None)
+        if isinstance(own, Dictionary) and found.setdefault(own.name, own) != own:
+            msg = f"entries[{number}]: the plan has two dictionaries named {own.name!r}"
+            raise ValueError(msg)
+
+
+def _dictionary(dictionary: Dictionary, path: str) -> str:
+    if dictionary.name is None:
+        msg = (
+            f"{path}: JSON has dictionaries by name, and this one has none: pass name= to "
+            "Dictionary or Dictionary.load"
+        )
+        raise ValueError(msg)
+    return dictionary.name
 
 
 def _entry(entry: Entry, path: str) -> dict[str, Any]:
@@ -104,6 +129,8 @@ def _reading(reading: Reading, path: str) -> dict[str, Any]:
         value, place = getattr(reading, field.name), f"{path}.{field.name}"
         if isinstance(value, Tensor):
             found[field.name] = _value(value, place)
+        elif isinstance(value, Dictionary):
+            found[field.name] = _dictionary(value, place)
         elif value is not None:
             found[field.name] = list(value) if isinstance(value, tuple) else value
     return found
@@ -118,6 +145,12 @@ def _hook(hook: Any, path: str) -> dict[str, Any]:
             "objects"
         )
         raise HookTypeError(msg)
+    if isinstance(hook, Feature):
+        own = options_of(hook)
+        if hook.output_index is not None:
+            own["output_index"] = _option("output_index", hook.output_index, path)
+        name = _dictionary(hook.dictionary, f"{path}.dictionary")
+        return {"type": cls.__name__, "dictionary": name, **own}
     values = zip(cls.fields, hook.values, strict=True)
     fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
     if hook.output_index is not None:

@@ -23,7 +23,7 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     Args:
         body: JSON text, its parsed value from a framework, or a plan; the limits hold for each.
         refuse: options that no entry may have, such as `slice`, `stop`, `device` and `on_error`.
-        **limits: `tensors` and limits of `Plan.from_json`.
+        **limits: `tensors`, `dictionaries` and limits of `Plan.from_json`.
 
     Raises:
         ValueError: the body is no plan, exceeds a limit or has a refused option; names the entry.

@@ -244,6 +244,6 @@ def check_width(hook: Intervention, tensor: str, width: int) -> None:
     Raises:
         ValueError: it is not.
     """
-    if hook.width not in {None, 1, width}:
+    if not hook.fits((width,)):
         msg = f"{hook!r} has a width of {hook.width}, but the {tensor} has {width}"
         raise ValueError(msg)

@@ -68,6 +68,11 @@ pub struct InterventionBase {
     casts: Casts,
     /// Tables of batches whose first intervention it is.
     pub tables: Mutex<Vec<Table>>,
+    /// What it reads a tensor with: interventions of one class that share it read the rows of all
+    /// members of a batch at once.
+    pub reader: Option<Py<PyAny>>,
+    /// True if graphs can have it.
+    pub traces: bool,
 }
 
 /// List of casts that only grows, read without a lock: comparing devices runs Python code.
@@ -104,7 +109,8 @@ impl Casts {
 #[pymethods]
 impl InterventionBase {
     #[new]
-    #[pyo3(signature = (formula, numbers, part, vector, broadcasts, adds))]
+    #[pyo3(signature = (formula, numbers, part, vector, broadcasts, adds, reader = None, *, traces = true))]
+    #[expect(clippy::too_many_arguments, reason = "a class passes them")]
     fn new(
         py: Python<'_>,
         formula: Py<PyAny>,
@@ -113,6 +119,8 @@ impl InterventionBase {
         vector: Option<Bound<'_, PyAny>>,
         broadcasts: bool,
         adds: bool,
+        reader: Option<Py<PyAny>>,
+        traces: bool,
     ) -> PyResult<(Self, NativeHook)> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
         let (shape, trained, complex) = match vector {
@@ -143,6 +151,8 @@ impl InterventionBase {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             casts: Casts::default(),
             tables: Mutex::default(),
+            reader,
+            traces,
         };
         Ok((intervention, NativeHook::of::<Self>()))
     }
@@ -170,6 +180,7 @@ impl InterventionBase {
         visit.call(&self.formula)?;
         visit.call(&self.numbers)?;
         visit.call(&self.part)?;
+        visit.call(&self.reader)?;
         visit.call(self.traced.get())?;
         for cast in self.casts.iter() {
             visit.call(&cast.vector)?;

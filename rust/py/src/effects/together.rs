@@ -90,7 +90,8 @@ impl JointInterventions {
     }
 }
 
-/// True if interventions are of one kind, on the same part of a value, and all or none complex.
+/// True if interventions are of one kind, on the same part of a value, with one reader if any, and all
+/// or none complex.
 fn alike(
     first: &Bound<'_, InterventionBase>,
     second: &Bound<'_, InterventionBase>,
@@ -98,7 +99,11 @@ fn alike(
     let (this, other) = (first.get(), second.get());
     let same = same_part(first.py(), this.part.as_ref(), other.part.as_ref())?;
     let kind = first.get_type().is(second.get_type());
-    Ok(same && kind && this.complex == other.complex)
+    let reader = match (&this.reader, &other.reader) {
+        (Some(one), Some(another)) => one.is(another),
+        (one, another) => one.is_none() && another.is_none(),
+    };
+    Ok(same && kind && reader && this.complex == other.complex)
 }
 
 /// True for a tensor of floating point or complex numbers.
@@ -211,6 +216,14 @@ impl InterventionGroup {
         if self.hooks.len() == 1 || !operands {
             return change.everywhere(x);
         }
+        if this.reader.is_some() {
+            change.vector(x)?; // checks the dtype
+            let hooks = PyList::new(py, &self.hooks)?;
+            let arguments = (x, hooks, &self.selection.counts, dim);
+            return change
+                .intervention
+                .call_method1(intern!(py, "_together"), arguments);
+        }
         let tables = self.tables(change, x)?;
         let mut rows = Vec::with_capacity(tables.len());
         for table in tables {
@@ -313,6 +326,12 @@ impl Native for InterventionBase {
     }
 
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        if !self.traces {
+            return Ok(Some(Traced {
+                faithful: false,
+                ..Traced::plain(object.clone(), false)
+            }));
+        }
         let form = Self::traced_form(object.cast()?)?;
         Ok(Some(Traced {
             kind: "intervention",
@@ -329,9 +348,10 @@ impl InBatch for InterventionBase {
         _owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
-        let row = self
-            .dims
-            .is_none_or(|dims| dims == 1 && self.width.is_some());
+        let row = self.reader.is_some()
+            || self
+                .dims
+                .is_none_or(|dims| dims == 1 && self.width.is_some());
         Ok((row && !self.trained).then(|| Merging {
             hook: object.clone().unbind(),
             at: None,

@@ -1,0 +1,1 @@
+"""Dictionaries: sparse autoencoders and transcoders, and the features that they find."""

@@ -1,0 +1,409 @@
+"""Interventions on features of a dictionary."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from ferrohook._core import InterventionBase
+from ferrohook.dictionaries.dictionary import Dictionary, flattened
+from ferrohook.dictionaries.formulas import encode, needs_all, output_scale
+from ferrohook.dictionaries.weights import StoredWeights, columns_of
+from ferrohook.effects.intervention import Intervention
+from ferrohook.errors import HookTypeError
+from ferrohook.util.arguments import check_output_index, expect, finite
+from ferrohook.util.never_trace import never_trace, never_trace_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ferrohook.util.arguments import OutputIndex
+
+NUMBERS: Final[dict[str, float]] = {
+    "set": math.nan,
+    "add": 0.0,
+    "scale": 1.0,
+    "low": -math.inf,
+    "high": math.inf,
+}
+"""The numbers of each feature by name, and what stands for None."""
+_OF_VALUES: Final = ("set", "add", "low", "high")
+"""Numbers in the unit of a feature's values."""
+UNITS: Final = ("raw", "max")
+"""Units of a feature's values: its own, and its largest known one."""
+_STAND_IN: Final = torch.zeros(1, 1)
+"""The vector that native code asks for and the formula does not need. It has no width; with two
+dimensions, native code changes each member of a batch alone."""
+
+
+class FeatureValues:
+    """Values of some features of a dictionary, computed from their columns where the kind allows.
+
+    Computed in float32, in float64 for tensors of float64, whatever the dtype of the weights.
+
+    Args:
+        dictionary: it is not copied.
+        index: numbers of features.
+        more: further tensors, with a number for each of the features.
+    """
+
+    def __init__(
+        self, dictionary: Dictionary, index: Sequence[int], more: dict[str, Tensor] | None = None
+    ) -> None:
+        self.dictionary = dictionary
+        columns = columns_of(dictionary.weights.tensors, list(index))
+        device = columns["b_dec"].device
+        columns["index"] = torch.tensor(list(index), device=device)
+        columns |= {name: each.to(device) for name, each in (more or {}).items()}
+        self._columns = StoredWeights(columns)
+
+    def columns(self, x: Tensor) -> Mapping[str, Tensor]:
+        """Returns the weights of the features and the further tensors, as a tensor takes them."""
+        return self._columns.on(x.device, computed_in(x))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Reads the features.
+
+        Args:
+            x: (..., d_in), of the dtype that `computed_in` returns.
+
+        Returns:
+            Values, (..., features).
+        """
+        if needs_all(self.dictionary.formula):
+            return self.chosen(all_values(self.dictionary, x))
+        with torch.autocast(x.device.type, enabled=False):
+            return encode(self.dictionary.formula, self.columns(x), x)
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Returns the features' values among those of all, (..., d_sae)."""
+        return values.index_select(-1, self.columns(values)["index"])
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which features of a tensor are computed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def all_values(dictionary: Dictionary, x: Tensor) -> Tensor:
+    """Returns the values of all features in the dtype of `x`, (..., d_in), as (..., d_sae)."""
+    # Autocast would run the products in lower precision.
+    with torch.autocast(x.device.type, enabled=False):
+        return encode(dictionary.formula, dictionary.weights.on(x.device, x.dtype), x)
+
+
+class _Edit:
+    """Change of some features: the state of a `Feature` that native code calls.
+
+    Args:
+        read: the features, with the numbers of `NUMBERS`.
+        only_active: see `Feature`.
+    """
+
+    def __init__(self, read: FeatureValues, *, only_active: bool) -> None:
+        self.read = read
+        self._only_active = only_active
+
+    def __call__(self, x: Tensor, _stand_in: Tensor) -> Tensor:
+        """Returns the changed tensor."""
+        flat = flattened(self.read.dictionary, x).to(computed_in(x))
+        return self.changed(x, flat, self.read.of(flat))
+
+    def changed(self, x: Tensor, flat: Tensor, values: Tensor) -> Tensor:
+        """Returns the changed tensor.
+
+        Args:
+            x: the tensor.
+            flat: it as (..., d_in), in the dtype of the computation.
+            values: of the features, (..., features).
+        """
+        own, formula = self.read.columns(flat), self.read.dictionary.formula
+        new = (values * own["scale"] + own["add"]).clamp(own["low"], own["high"])
+        change = torch.where(own["set"].isnan(), new, own["set"]) - values
+        if self._only_active:
+            change = torch.where(values != 0, change, 0.0)
+        if formula.rescales:
+            change = change / own["norms"]
+        with torch.autocast(x.device.type, enabled=False):
+            change = change @ own["W_dec"]
+        scale = output_scale(formula, flat)
+        change = change if scale is None else change * scale
+        return (flat + change).to(x.dtype).reshape(x.shape)
+
+
+for _function in (_Edit.__call__, _Edit.changed, FeatureValues.of, FeatureValues.chosen):
+    never_trace_frame(_function, "native code calls it")
+
+
+class Feature(Intervention):
+    """Changes features of a dictionary, and nothing else in the tensor.
+
+    For a value `f` that becomes `new`, the tensor `x` becomes `x + (new - f) * row`, with the
+    decoder's row as large as it is in the reconstruction: times the norm that decoding restores.
+    What the dictionary does not reconstruct, its error, stays in `x`. Several features are one
+    change, of values that are read once. In a top-k dictionary, setting a feature outside the top k
+    takes the place of none.
+
+    `new` is `set`; or `scale * f + add`, at least `low` and at most `high`.
+
+    Values are computed in float32, in float64 for tensors of float64, from the columns of these
+    features alone, or from all where features compete (`"topk"`, `"abstopk"`, `"groupmax"`).
+
+    Args:
+        dictionary: an autoencoder.
+        index: number of a feature, or several numbers.
+        set: new value; like the others a number, or a list with a number or None for each feature.
+        add: is added to the value.
+        scale: multiplies the value.
+        low: least value.
+        high: greatest value.
+        only_active: change a feature only where its value is not 0.
+        unit: `"raw"`, or `"max"` for `set`, `add`, `low` and `high` in multiples of the
+            dictionary's `max_activations`.
+        output_index: the changed tensor, see `Intervention`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type, or the dictionary is a transcoder.
+        ValueError: a feature is out of range or named twice, a number is not finite, none is
+            passed, `set` comes with another one for the same feature, or `unit` is unknown.
+
+    Examples:
+        >>> sae = fh.Dictionary.load("sae/blocks.8.hook_resid_post")
+        >>> plan = fh.Plan(fh.on(sae.reads, fh.Feature(sae, 3, set=5.0)))
+    """
+
+    __slots__ = ("_edit",)
+    broadcasts = False
+    real = True
+
+    _edit: _Edit
+
+    def __new__(  # noqa: D102, PLR0913 (see the class)
+        cls,
+        dictionary: Dictionary,
+        index: int | Sequence[int],
+        *,
+        set: float | Sequence[float | None] | None = None,  # noqa: A002 (the field's word)
+        add: float | Sequence[float | None] | None = None,
+        scale: float | Sequence[float | None] | None = None,
+        low: float | Sequence[float | None] | None = None,
+        high: float | Sequence[float | None] | None = None,
+        only_active: bool = False,
+        unit: str = "raw",
+        output_index: OutputIndex = None,
+    ) -> Self:
+        expect(dictionary, Dictionary, "dictionary of Feature must be a Dictionary")
+        if dictionary.transcoder:
+            msg = (
+                f"Feature changes the tensor that it reads, but {dictionary!r} is a transcoder, "
+                "which writes another one: not supported"
+            )
+            raise HookTypeError(msg)
+        places = checked_index(dictionary, index, "Feature")
+        given = {"set": set, "add": add, "scale": scale, "low": low, "high": high}
+        numbers = {name: _numbers(name, it, len(places)) for name, it in given.items()}
+        _check_numbers(places, numbers)
+        expect(only_active, bool, "only_active of Feature must be a bool")
+        if unit not in UNITS:
+            msg = f"unit of Feature must be one of {', '.join(UNITS)}, got {unit!r}"
+            raise ValueError(msg)
+        own = {
+            name: torch.tensor(
+                [absent if it is None else it for it in numbers[name]], dtype=torch.float64
+            )
+            for name, absent in NUMBERS.items()
+        }
+        if unit == "max":
+            maxima = maxima_of(dictionary, places)
+            own |= {name: own[name] * maxima for name in _OF_VALUES}
+        part: Any = check_output_index(output_index, "output_index of Feature")
+        edit = _Edit(FeatureValues(dictionary, places, own), only_active=only_active)
+        reader = dictionary if needs_all(dictionary.formula) else None
+        self = InterventionBase.__new__(
+            cls,
+            edit,
+            (),
+            part,
+            _STAND_IN,
+            False,  # noqa: FBT003 (native)
+            False,  # noqa: FBT003
+            reader,
+            traces=False,
+        )
+        self._edit = edit
+        self._made = None
+        self.output_index = part
+        self.values = (dictionary, places, *numbers.values(), only_active, unit)
+        return self
+
+    @staticmethod
+    def formula(x: Tensor, edit: Any) -> Tensor:  # noqa: D102 (see the base)
+        changed: Tensor = edit(x, x)
+        return changed
+
+    @property
+    def dictionary(self) -> Dictionary:
+        """The dictionary."""
+        dictionary: Dictionary = self.values[0]
+        return dictionary
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Numbers of the features."""
+        index: tuple[int, ...] = self.values[1]
+        return index
+
+    @property
+    def width(self) -> int:
+        """Width of the tensors that it changes, heads counted together."""
+        return self.dictionary.d_in
+
+    def fits(self, shape: Sequence[int]) -> bool:  # noqa: D102 (see the base)
+        return self.width in {shape[-1], math.prod(shape[-2:])}
+
+    def vector_as(self, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002, D102
+        self._check_dtype(dtype)
+        return _STAND_IN
+
+    def _together(self, x: Tensor, hooks: list[Self], counts: list[int], dim: int) -> Tensor:
+        """Changes the rows of several members of a batch, read at once.
+
+        Args:
+            x: rows of the members, one member after the other.
+            hooks: one for each member, with this one's dictionary.
+            counts: numbers of their rows.
+            dim: dimension of the rows.
+        """
+        flat = flattened(self.dictionary, x).to(computed_in(x))
+        parts = zip(
+            hooks,
+            *(each.split(counts, dim) for each in (x, flat, all_values(self.dictionary, flat))),
+            strict=True,
+        )
+        changed = [
+            hook._edit.changed(own, flat_of, hook._edit.read.chosen(values))
+            for hook, own, flat_of, values in parts
+        ]
+        return torch.cat(changed, dim)
+
+    def at_part(self, output_index: OutputIndex) -> Self:  # noqa: D102 (see the base)
+        made: Self = _feature(type(self), self.values, output_index)
+        return made
+
+    def needs(self) -> Iterator[str]:  # noqa: D102 (see the base)
+        yield "change"
+        if self.output_index is not None:
+            yield "output_index"
+
+    def __reduce__(self) -> Any:
+        return _feature, (type(self), self.values, self.output_index)
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={it!r}" for name, it in options_of(self).items()]
+        return f"Feature({', '.join([repr(self.dictionary), *shown])})"
+
+
+never_trace(Feature, "_together", "native code calls it")
+
+
+def _feature(cls: type[Feature], values: tuple[Any, ...], output_index: OutputIndex) -> Any:
+    dictionary, index, *numbers, only_active, unit = values
+    named: dict[str, Any] = {
+        name: each for name, each in zip(NUMBERS, numbers, strict=True) if {*each} != {None}
+    }
+    return cls(
+        dictionary,
+        index,
+        only_active=only_active,
+        unit=unit,
+        output_index=output_index,
+        **named,
+    )
+
+
+def options_of(feature: Feature) -> dict[str, Any]:
+    """Returns the arguments of a `Feature` after the dictionary that are not the default."""
+    _, index, *numbers, only_active, unit = feature.values
+    found: dict[str, Any] = {"index": index[0] if len(index) == 1 else list(index)}
+    for name, each in zip(NUMBERS, numbers, strict=True):
+        if any(it is not None for it in each):
+            found[name] = each[0] if len({*each}) == 1 else list(each)
+    if only_active:
+        found["only_active"] = True
+    if unit != UNITS[0]:
+        found["unit"] = unit
+    if feature.output_index is not None:
+        found["output_index"] = feature.output_index
+    return found
+
+
+def checked_index(
+    dictionary: Dictionary, index: int | Sequence[int], taker: str
+) -> tuple[int, ...]:
+    """Validates and returns numbers of features.
+
+    Args:
+        dictionary: that has the features.
+        index: a number, or several.
+        taker: start of an error's message, such as "Feature".
+
+    Raises:
+        HookTypeError: it is no int or list of ints.
+        ValueError: a number is out of range or there twice, or there is none.
+    """
+    given = (index,) if isinstance(index, int) else index
+    expected = f"index of {taker} must be an int or a list of ints"
+    expect(given, list | tuple, expected)
+    for each in given:
+        expect(each, int, expected)
+    most = dictionary.d_sae
+    if not given or len({*given}) < len(given) or not all(0 <= it < most for it in given):
+        msg = f"index of {taker} must be numbers from 0 to {most - 1}, each once, got {index!r}"
+        raise ValueError(msg)
+    return tuple(given)
+
+
+def _numbers(name: str, given: Any, count: int) -> tuple[float | None, ...]:
+    """Returns a number or None for each feature."""
+    if not isinstance(given, list | tuple):
+        given = (given,) * count
+    if len(given) != count:
+        msg = f"{name} of Feature must have a number for each of {count} features, got {len(given)}"
+        raise ValueError(msg)
+    name = f"{name} of Feature"
+    return tuple(None if each is None else finite(each, name) for each in given)
+
+
+def _check_numbers(index: tuple[int, ...], numbers: dict[str, tuple[float | None, ...]]) -> None:
+    for place, feature in enumerate(index):
+        own = {name: each[place] for name, each in numbers.items() if each[place] is not None}
+        if not own or ("set" in own and len(own) > 1):
+            msg = (
+                f"feature {feature} needs set, or some of add, scale, low and high, got "
+                f"{', '.join(own) or 'none'}"
+            )
+            raise ValueError(msg)
+        low, high = own.get("low"), own.get("high")
+        if low is not None and high is not None and low > high:
+            msg = f"low must not exceed high, got {low} and {high} for feature {feature}"
+            raise ValueError(msg)
+
+
+def maxima_of(dictionary: Dictionary, index: tuple[int, ...]) -> Tensor:
+    """Returns the largest known values of features.
+
+    Raises:
+        ValueError: they are unknown, or not above 0.
+    """
+    if dictionary.max_activations is None:
+        msg = f"unit='max' needs max_activations, which {dictionary!r} does not have"
+        raise ValueError(msg)
+    maxima = dictionary.max_activations[list(index)].to(torch.float64)
+    if not bool((maxima > 0).all()):
+        wrong = index[int((maxima > 0).int().argmin())]
+        msg = f"unit='max' needs a largest value above 0, and feature {wrong} has none"
+        raise ValueError(msg)
+    return maxima

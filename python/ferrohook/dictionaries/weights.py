@@ -1,0 +1,70 @@
+"""Weights of dictionaries on the devices and in the dtypes of the tensors that they meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrohook._core import to_device
+from ferrohook.util.streams import Made, made
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class StoredWeights:
+    """Tensors by name, and their copies, each made once for a device and a dtype.
+
+    Args:
+        tensors: by name, on one device.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self._copies: dict[
+            tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], Made | None]
+        ] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Returns the tensors on a device, those of floating point in a dtype."""
+        found = self._copies.get((device, dtype))
+        if found is None:
+            with torch.inference_mode(mode=False):  # a later call may record a graph
+                copies = {
+                    name: to_device(each.to(dtype) if each.is_floating_point() else each, device)
+                    for name, each in self.tensors.items()
+                }
+            order = made([*copies.values()]) if device.type == "cuda" else None
+            found = self._copies[device, dtype] = copies, order
+        copies, order = found
+        if order is not None:
+            order.use()
+        return copies
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def __setstate__(self, tensors: dict[str, Tensor]) -> None:
+        self.__init__(tensors)  # type: ignore[misc]  # it has nothing else
+
+
+def columns_of(weights: Mapping[str, Tensor], index: list[int]) -> dict[str, Tensor]:
+    """Returns the weights of some features: columns of the encoder, rows of the decoder.
+
+    Args:
+        weights: of all features, by name.
+        index: numbers of features.
+
+    Returns:
+        Copies of the weights, of the names in `weights`; a skip connection is left out.
+    """
+    found = {"b_dec": weights["b_dec"]}
+    for name, each in weights.items():
+        if name == "W_dec":
+            found[name] = each[index]
+        elif name not in {"b_dec", "W_skip"}:
+            found[name] = each[..., index]
+    return found
