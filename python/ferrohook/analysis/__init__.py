@@ -14,6 +14,9 @@ Examples:
 
 from ferrohook.analysis.ablating import ablation as ablation
 from ferrohook.analysis.direct import direct_logit_attribution as direct_logit_attribution
+from ferrohook.analysis.direct_effects import DirectEffects as DirectEffects
+from ferrohook.analysis.direct_effects import FeatureEffect as FeatureEffect
+from ferrohook.analysis.direct_effects import direct_effects as direct_effects
 from ferrohook.analysis.effects import Effects as Effects
 from ferrohook.analysis.lens import Lens as Lens
 from ferrohook.analysis.lens import logit_lens as logit_lens
@@ -23,12 +26,15 @@ from ferrohook.analysis.thresholds import ThresholdTable as ThresholdTable
 from ferrohook.analysis.thresholds import threshold as threshold
 
 __all__ = [
+    "DirectEffects",
     "Effects",
+    "FeatureEffect",
     "Lens",
     "ThresholdTable",
     "ablation",
     "activation_patching",
     "attribution_patching",
+    "direct_effects",
     "direct_logit_attribution",
     "logit_lens",
     "threshold",

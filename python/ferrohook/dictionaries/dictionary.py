@@ -20,6 +20,7 @@ from ferrohook.dictionaries.formulas import (
     decode,
     encode,
     needs_input,
+    output_scale,
 )
 from ferrohook.dictionaries.weights import StoredWeights
 from ferrohook.errors import HookTypeError
@@ -274,6 +275,35 @@ class Dictionary:
         flat = None if x is None else flattened(self, x).to(self.dtype)
         decoded = decode(self.formula, weights, values.to(self.dtype), flat)
         return decoded if x is None or self.transcoder else decoded.reshape(x.shape)
+
+    def skip(self, x: Tensor) -> Tensor | None:
+        """Returns what the skip connection adds to the reconstruction, (..., d_out).
+
+        Args:
+            x: what is encoded.
+
+        Returns:
+            None if it has none.
+        """
+        skip = self.weights.on(x.device, self.dtype).get("W_skip")
+        return None if skip is None else flattened(self, x).to(self.dtype) @ skip.T
+
+    def written(self, index: Tensor, x: Tensor) -> Tensor:
+        """Returns what a value of 1 of some features adds to the reconstruction of one vector.
+
+        Args:
+            index: numbers of features, (features,).
+            x: what was encoded, (d_in,).
+
+        Returns:
+            (features, d_out).
+        """
+        weights = self.weights.on(x.device, self.dtype)
+        rows = weights["W_dec"][index]
+        if self.formula.rescales:
+            rows = rows / weights["norms"][index, None]
+        scale = output_scale(self.formula, flattened(self, x).to(self.dtype))
+        return rows if scale is None else rows * scale
 
     @property
     def _content(self) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ def _proved(path: str, attended: Attended, arrives: Mapping[str, bool]) -> Found
     except (HookError, RuntimeError, TypeError, ValueError) as error:  # of the model's own function
         reason = f"its eager attention fails: {error}"
         return FoundHeads((), dict.fromkeys(POINTS, reason))
-    if not residual <= tolerance(z, pattern):
+    if not residual <= _limit(z, pattern):
         reason = f"pattern @ v = z fails by {residual:.1e}"
         return FoundHeads((), dict.fromkeys(POINTS, reason))
     tensors["pattern"] = pattern
@@ -175,7 +175,12 @@ def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) ->
     pattern = written if point == "pattern" else now.pattern()
     if point != "pattern" and not torch.equal(getattr(now, point), written):
         return False
-    return differ(now.z, attended_to(pattern, now.v)) <= tolerance(now.z, pattern)
+    return differ(now.z, attended_to(pattern, now.v)) <= _limit(now.z, pattern)
+
+
+def _limit(z: Tensor, pattern: Tensor) -> float:
+    # Eager attention computes the softmax in float32, in models of float64 too.
+    return tolerance(z, pattern, torch.empty(0, dtype=torch.float32))
 
 
 def _change(
