@@ -86,14 +86,19 @@ def described(name: str, value: Any) -> list[str]:
         lines = [_line(f"{name}{_signature(value)}", value)]
         # Its methods for hooks are native; methods of other native bases are not for users.
         native = [base for base in value.__bases__ if base.__name__ == "HookedBase"]
+        likewise = ""
         for each in sorted({name for owner in (value, *native) for name in vars(owner)}):
             member = inspect.getattr_static(value, each)
             if each.startswith(("_", "extra_repr", "formula")) or _is_override(value, each):
                 continue
-            if callable(getattr(value, each, None)):
+            sentence = (inspect.getdoc(member) or "").partition("\n\n")[0]
+            if found := re.search(rf"see `((?!{name}\b)\w+)\.{each}`", sentence):
+                likewise = f" Methods as those of `{found[1]}`."
+            elif callable(getattr(value, each, None)):
                 lines.append("  " + _line(f".{each}{_signature(getattr(value, each))}", member))
         if names := [each for each in sorted(vars(value)) if _is_attribute(value, each)]:
             lines[0] += f" Attributes: {', '.join(names)}."
+        lines[0] += likewise
         return lines
     return [_line(f"{name}{_signature(value)}" if callable(value) else name, value)]
 

@@ -27,6 +27,7 @@ from ferrohook.effects.interventions import Intervention as Intervention
 from ferrohook.effects.interventions import Replace as Replace
 from ferrohook.effects.interventions import Scale as Scale
 from ferrohook.effects.interventions import Zero as Zero
+from ferrohook.effects.routing import Route as Route
 from ferrohook.effects.typed import BackwardHook as BackwardHook
 from ferrohook.effects.typed import ForwardHook as ForwardHook
 from ferrohook.effects.typed import ForwardPreHook as ForwardPreHook
@@ -53,6 +54,7 @@ from ferrohook.plans import Plan as Plan
 from ferrohook.plans import gate as gate
 from ferrohook.plans import keep as keep
 from ferrohook.plans import on as on
+from ferrohook.plans import replay as replay
 from ferrohook.plans import stop as stop
 from ferrohook.plans.run import run as run
 from ferrohook.quantity import Quantities as Quantities

@@ -530,6 +530,17 @@ class GateHook(NativeHook):
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
 
 @final
+class RouteHook(NativeHook):
+    def __new__(
+        cls,
+        change: Callable[..., Any],
+        part: Any,
+        mask: int,
+        tracker: TokenTracker | None = None,
+    ) -> Self: ...
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
+
+@final
 class MaskedHook(NativeHook):
     def __new__(
         cls,

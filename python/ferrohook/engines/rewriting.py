@@ -33,10 +33,12 @@ _CROSSING: Final = {
     "python": (
         "plans are sent between processes as JSON, which cannot hold Python functions or objects"
     ),
+    "route": "a Route needs a model of transformers outside of vLLM and SGLang",
     "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-_EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index"}, _CROSSING)
+EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index"}, _CROSSING)
+"""Of engines that evaluate Python in each step."""
 _COMPILED: Final = BackEnd(_KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES))
 
 
@@ -258,7 +260,7 @@ def _check(entry: Entry, modules: ModuleTable) -> None:
     Raises:
         ValueError: it does not.
     """
-    reason = (_COMPILED if modules.compiled else _EAGER).refusal(entry)
+    reason = (_COMPILED if modules.compiled else EAGER).refusal(entry)
     if reason is None and modules.compiled and isinstance(entry, HookEntry):
         kinds, kind = ["Add", *modules.kinds], type(entry.hook).__name__
         if kind not in kinds:

@@ -9,7 +9,9 @@ from torch import Tensor
 from ferrohook._core import NativeHook, TypedHook
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.parts import part_of, with_part
+from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, Routing, bound
 from ferrohook.errors import HookTypeError
+from ferrohook.names.spelling import SIGN, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -63,6 +65,8 @@ class Place(NamedTuple):
     """Head that is meant of a tensor that has them all."""
     stream_factor: float | None = 1.0
     """Factor of this contribution in the stream after the last block; None if it is no term."""
+    routing: Routing | None = None
+    """For ids of experts, where their module returns them and their weights."""
 
     @property
     def by_keyword(self) -> bool:
@@ -91,18 +95,23 @@ def modules_of(places: Iterable[Place]) -> dict[str, nn.Module]:
     return {place.path: place.module for place in places}
 
 
-def hooks_at(places: Mapping[str, Place], hook: Any, phase: Phase) -> list[HookGroup]:
+def hooks_at(
+    places: Mapping[str, Place], hook: Any, phase: Phase, at: Any = None
+) -> list[HookGroup]:
     """Returns the forms of a hook that act at places as the hook does on selected modules.
 
     Args:
         places: by name.
         hook: for quantities an intervention, or a callable `hook(module, args, value)`.
         phase: of the hook on selected modules.
+        at: positions of tokens, which say what the rows of a route are for.
 
     Raises:
         HookTypeError: a hook on a quantity is of another kind or for another phase, names an
             `output_index`, or changes one that can only be read.
     """
+    if isinstance(hook, Route | Replay):
+        return _routes_at(places, hook, at)
     modules = {name: place.module for name, place in places.items() if place.quantity is None}
     groups = [HookGroup(phase, hook, modules, {})] if modules else []
     forms: dict[tuple[Any, ...], HookGroup] = {}
@@ -118,6 +127,17 @@ def hooks_at(places: Mapping[str, Place], hook: Any, phase: Phase) -> list[HookG
             forms[key] = HookGroup(own, form or Written(place, hook), {}, options)
         forms[key].modules[name] = place.module
     return [*groups, *forms.values()]
+
+
+def _routes_at(places: Mapping[str, Place], hook: Route | Replay, at: Any) -> list[HookGroup]:
+    """Returns the forms of a route, one for each block."""
+    groups = []
+    for name, place in places.items():
+        if place.quantity is None or kind_of(place.quantity.removeprefix(SIGN)) != "experts":
+            raise HookTypeError(ONLY_AT_EXPERTS)
+        form = bound(hook, place.quantity, place.routing, place.shape)
+        groups.append(HookGroup("forward", form._replace(at=at), {name: place.module}, {}))
+    return groups
 
 
 def _check(place: Place, hook: Any, phase: Phase) -> None:

@@ -10,6 +10,7 @@
 from ferrohook.plans.entries import gate as gate
 from ferrohook.plans.entries import keep as keep
 from ferrohook.plans.entries import on as on
+from ferrohook.plans.entries import replay as replay
 from ferrohook.plans.entries import stop as stop
 from ferrohook.plans.plan import Plan as Plan
 from ferrohook.plans.prepared import Prepared as Prepared

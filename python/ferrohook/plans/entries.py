@@ -12,6 +12,7 @@ import torch
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import CaptureKeywords, options_of
 from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import By, Over, check_over
 from ferrohook.gates.conditions import (
@@ -24,6 +25,7 @@ from ferrohook.gates.conditions import (
 from ferrohook.gates.gate import Gate
 from ferrohook.gates.readings import Reading
 from ferrohook.tokens.positions import At, check_at
+from ferrohook.tokens.routes import check_route
 from ferrohook.tokens.tracking import check_takes_at
 from ferrohook.util.arguments import check_encodes, check_output_index, expect
 from ferrohook.util.tables import text_table
@@ -118,6 +120,11 @@ class HookEntry(PlanEntry):
         return own | {strength.gate} if isinstance(strength, Ramp) else own
 
     @property
+    def positioned(self) -> bool:
+        """True if it needs the positions of tokens."""
+        return super().positioned or isinstance(self.hook, Route | Replay)
+
+    @property
     def hook_options(self) -> dict[str, Any]:
         """Options of the hook as a registry takes them."""
         return {name: it for name, it in self.options.items() if name not in {"when", "strength"}}
@@ -128,6 +135,8 @@ class HookEntry(PlanEntry):
             yield "inputs" if self.phase == "forward_pre" else "gradients"
         if isinstance(self.hook, NativeDetector):
             yield "native detector"
+        elif isinstance(self.hook, Route | Replay):
+            yield "route"
         elif not isinstance(self.hook, Intervention):
             yield "python"
         else:
@@ -370,7 +379,7 @@ def stop(*, when: Condition) -> StopEntry:
 
 def on(  # noqa: PLR0913 (the options of `register`)
     what: Selector,
-    hook: Intervention | TypedHook | Callable[..., Any],
+    hook: Intervention | TypedHook | Route | Replay | Callable[..., Any],
     *,
     at: At = None,
     phase: Phase | None = None,
@@ -408,6 +417,9 @@ def on(  # noqa: PLR0913 (the options of `register`)
     check_at(at)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    if isinstance(hook, Route | Replay):
+        refused = {"phase": phase, "with_kwargs": with_kwargs, "always_call": always_call}
+        check_route(hook, at, refused | {"when": when, "strength": strength})
     options: dict[str, Any] = {
         "prepend": prepend,
         "with_kwargs": with_kwargs,
@@ -426,6 +438,30 @@ def on(  # noqa: PLR0913 (the options of `register`)
     options |= {"when": when, "strength": strength}
     chosen = {name: it for name, it in options.items() if it != _DEFAULTS[name]}
     return HookEntry(what, hook, at, phase, chosen)
+
+
+def replay(array: Any, *, start: int = 0, at: At = None) -> HookEntry:
+    """Makes a plan entry with which tokens take the experts that they took elsewhere.
+
+    All mixtures of experts of the model, by one array, as vLLM and SGLang return it for a request
+    (`routed_experts`). The weights are the model's own, from its router's logits at these ids.
+
+    Args:
+        array: ids of experts, ints of (tokens, layers, chosen), for the tokens from position
+            `start` on; tokens past its end, such as the last one of a sequence, are left to the
+            router, as those whose ids are -1. Layers without experts have ids too, which are
+            ignored. Of (sequences, tokens, layers, chosen), for the rows of a call.
+        start: position of the first token in the array.
+        at: positions of tokens that take them, see `At`; None for all.
+
+    Raises:
+        HookTypeError: the array has no ints, or `start` is no int.
+        ValueError: a shape or an id that no ids of experts have.
+
+    Examples:
+        >>> plan = fh.Plan(fh.replay(completion.routed_experts))
+    """
+    return on("@experts.*", Replay(array, start), at=at)
 
 
 class KeepOptions(CaptureKeywords, total=False):

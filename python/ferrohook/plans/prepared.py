@@ -208,7 +208,7 @@ class Prepared:
             strength=None if isinstance(strength, Ramp) else strength,
         )
         with _named(number):
-            groups = hooks_at(places, entry.hook, entry.phase)
+            groups = hooks_at(places, entry.hook, entry.phase, entry.at)
             if not (mask is None and strength is None):
                 groups = [each._replace(hook=form(each.hook)) for each in groups]
         for group in groups:

@@ -19,11 +19,12 @@ from torch import Tensor
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import NUMBERS, Feature
 from ferrohook.effects.interventions import KINDS
+from ferrohook.effects.routing import ROUTES
 from ferrohook.gates.aggregation import ema, window
 from ferrohook.gates.conditions import Combined, Condition, above, below, between, ramp
 from ferrohook.gates.readings import READINGS
 from ferrohook.plans.entries import Entry, KeepOptions, gate, keep, on, stop
-from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
+from ferrohook.plans.writing import FLAGS, INTEGERS, VECTORS, VERSION
 from ferrohook.util.arguments import check_encodes, describe, expect
 from ferrohook.util.texts import missing_package
 
@@ -31,7 +32,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-_STORED: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_STORED: Final = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+}
 """The dtypes' names in files of safetensors."""
 _DTYPES: Final = {str(it)[6:]: it for it in vars(torch).values() if isinstance(it, torch.dtype)}
 _SEQUENCES: Final = {"tuple": tuple, "set": frozenset}
@@ -221,7 +232,10 @@ class _Reader:
             return _MAKERS[kind](**own)
 
     def _hook(self, value: Any, path: str) -> Any:
-        cls = KINDS[_type(value, path, KINDS)]
+        kind = _type(value, path, {**KINDS, **ROUTES})
+        if kind in ROUTES:
+            return self._route(value, path, kind)
+        cls = KINDS[kind]
         if cls is Feature:
             return self._feature(value, path)
         own = {"type", "output_index", *cls.fields}
@@ -269,6 +283,21 @@ class _Reader:
             raise ValueError(msg)
         return found
 
+    def _route(self, value: Any, path: str, kind: str) -> Any:
+        """Reads experts that tokens take."""
+        cls = ROUTES[kind]
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = dict(_fields(value, path, {"type", *names}, {"ids"}))
+        del fields["type"]
+        for name, it in fields.items():
+            place = f"{path}.{name}"
+            if name == "start":
+                fields[name] = _plain(it, place)
+            elif it is not None:
+                fields[name] = self._tensor(it, place, VECTORS if name == "weights" else INTEGERS)
+        with _named(path):
+            return cls(**fields)
+
     def _condition(self, value: Any, path: str, depth: int = 0) -> Condition:
         """Reads a condition on gates."""
         kinds = {*_COMPARISONS, *_COMBINED, "not"}
@@ -315,7 +344,7 @@ class _Reader:
         with _named(path):
             return cls(**fields)
 
-    def _tensor(self, value: Any, path: str) -> Tensor:
+    def _tensor(self, value: Any, path: str, dtypes: Mapping[str, torch.dtype] = VECTORS) -> Tensor:
         by_name = isinstance(value, Mapping) and "tensor" in value
         names = {"tensor"} if by_name else {"dtype", "shape", "base64"}
         fields = _fields(value, path, names, names)
@@ -330,20 +359,21 @@ class _Reader:
             dtype = _text(fields["dtype"], f"{path}.dtype")
             shape = _shape(fields["shape"], f"{path}.shape")
             load = None
-        if dtype not in VECTORS:
+        if dtype not in dtypes:
             msg = (
-                f"{path}: the dtype of a tensor must be one of {', '.join(VECTORS)}, got "
+                f"{path}: the dtype of a tensor must be one of {', '.join(dtypes)}, got "
                 f"{_short(dtype)}"
             )
             raise ValueError(msg)
-        size = math.prod(shape) * VECTORS[dtype].itemsize
+        size = math.prod(shape) * dtypes[dtype].itemsize
         self._bytes += size
         if self._bytes > self._limits.max_bytes:
             msg = f"{path}: the plan's tensors exceed max_bytes={self._limits.max_bytes:,}"
             raise ValueError(msg)
         with _named(path):
-            made = _decoded(fields["base64"], dtype, shape, size) if load is None else load()
-        if not bool(made.isfinite().all()):
+            own = dtypes[dtype]
+            made = _decoded(fields["base64"], own, shape, size) if load is None else load()
+        if made.is_floating_point() and not bool(made.isfinite().all()):
             msg = f"{path}: the tensor contains NaN or infinity"
             raise ValueError(msg)
         return made
@@ -620,20 +650,17 @@ def _shape(value: Any, path: str) -> list[int]:
     return sizes
 
 
-def _decoded(text: Any, dtype: str, shape: list[int], size: int) -> Tensor:
+def _decoded(text: Any, dtype: torch.dtype, shape: list[int], size: int) -> Tensor:
     if not isinstance(text, str):
         msg = f"base64 must be a string, got {_short(text)}"
         raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
     raw = base64.b64decode(text, validate=True)
     if len(raw) != size:
-        msg = (
-            f"a tensor of shape {shape} and dtype {dtype} needs {size:,} bytes, base64 has "
-            f"{len(raw):,}"
-        )
+        msg = f"a tensor of shape {shape} and {dtype} needs {size:,} bytes, base64 has {len(raw):,}"
         raise ValueError(msg)
     if not size:
-        return torch.empty(shape, dtype=VECTORS[dtype])
-    return torch.frombuffer(bytearray(raw), dtype=VECTORS[dtype]).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
 def _is_flag(value: Any) -> bool:

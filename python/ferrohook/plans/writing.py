@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import re
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import Feature, options_of
 from ferrohook.effects.interventions import KINDS
+from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import Ema, Window
 from ferrohook.gates.conditions import Combined, Comparison, Condition, Not, Ramp
@@ -30,6 +32,10 @@ VECTORS: Final = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
 }
 """Dtypes of tensors in JSON, by name."""
+INTEGERS: Final = {
+    name: getattr(torch, name) for name in ("uint8", "uint16", "int16", "int32", "int64")
+}
+"""Dtypes of ids of experts in JSON, by name."""
 FLAGS: Final = {
     str(flag.name): flag for flag in (re.ASCII, re.IGNORECASE, re.MULTILINE, re.DOTALL, re.VERBOSE)
 }
@@ -138,6 +144,12 @@ def _reading(reading: Reading, path: str) -> dict[str, Any]:
 
 def _hook(hook: Any, path: str) -> dict[str, Any]:
     cls = type(hook)
+    if isinstance(hook, Route | Replay):
+        return {"type": cls.__name__} | {
+            it.name: _value(value, f"{path}.{it.name}", VECTORS | INTEGERS)
+            for it in dataclasses.fields(hook)
+            if (value := getattr(hook, it.name)) is not None
+        }
     if KINDS.get(cls.__name__) is not cls:
         name = getattr(hook, "__qualname__", None) or describe(hook)
         msg = (
@@ -158,15 +170,14 @@ def _hook(hook: Any, path: str) -> dict[str, Any]:
     return {"type": cls.__name__, **fields}
 
 
-def _value(value: Tensor | float, path: str) -> Any:
+def _value(value: Tensor | float, path: str, dtypes: Mapping[str, torch.dtype] = VECTORS) -> Any:
     if not isinstance(value, Tensor):
         _check_finite(math.isfinite(value), path)
         return value
     dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in VECTORS:
+    if dtype not in dtypes:
         msg = (
-            f"{path}: the dtype of a tensor in JSON must be one of {', '.join(VECTORS)}, got "
-            f"{dtype}"
+            f"{path}: the dtype of a tensor in JSON must be one of {', '.join(dtypes)}, got {dtype}"
         )
         raise HookTypeError(msg)
     if value.requires_grad:

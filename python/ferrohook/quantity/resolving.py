@@ -105,6 +105,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         None if point == "pattern" else shape,  # it has that of the call
         resolved.head,
         quantity.stream_factor,
+        quantity.routing,
     )
 
 

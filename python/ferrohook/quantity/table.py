@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ferrohook.attach.attention import DIMENSIONS
+from ferrohook.effects.routing import Routing, RoutingRule
 from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select_names
 from ferrohook.names.spelling import KINDS, SIGN, kind_of, order_of
@@ -58,6 +59,8 @@ class Quantity:
     stream_factor: float | None = None
     """Factor of the quantity in the stream behind the last block, where the stream is multiplied on
     the way; None if it is no term of that stream, or passes a norm before."""
+    routing: Routing | None = None
+    """For ids of experts, where a module returns them and their weights: what a `Route` needs."""
 
     @property
     def place(self) -> str:
@@ -262,6 +265,10 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     made = dict(fields)
     for name in ("shape", "dimensions"):
         made[name] = tuple(made[name])
+    if made.get("routing") is not None:
+        routing = Routing(*made["routing"])
+        rule = None if routing.rule is None else RoutingRule(*routing.rule)
+        made["routing"] = routing._replace(rule=rule)
     return made
 
 
@@ -294,6 +301,7 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
         stream_factor=proved.stream_factor,
         equation=proved.equation,
         residual=proved.residual,
+        routing=proved.routing,
     )
 
 

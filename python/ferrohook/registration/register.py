@@ -16,11 +16,13 @@ from ferrohook._core import (
 from ferrohook.attach.hook_info import state_of
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
+from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
 from ferrohook.registration.scopes import scope_of
-from ferrohook.tokens.positions import check_at
+from ferrohook.tokens.positions import EVERYWHERE, check_at
+from ferrohook.tokens.routes import check_route
 from ferrohook.tokens.tracking import (
     Tracker,
     check_takes_at,
@@ -246,7 +248,12 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     places = hooked_places_of(model, what, phase)
     stacks: dict[str, TokenStack | None] = {}
-    tracker = None if at is None else Tracker(at)
+    positions = at
+    if isinstance(hook, Route | Replay):
+        refused = {"phase": phase, "with_kwargs": with_kwargs, "always_call": always_call}
+        check_route(hook, at, refused)
+        positions = EVERYWHERE if at is None else at
+    tracker = None if positions is None else Tracker(positions)
     if tracker is not None:
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
         places = {name: with_tokens_ahead(place) for name, place in places.items()}
@@ -270,7 +277,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             "on_error": on_error,
             "scope": frame,
         }
-        for each in hooks_at(places, hook, phase):
+        for each in hooks_at(places, hook, phase, at):
             form = each.hook if tracker is None else masked(each.hook, 0, tracker)
             add_hooks(group, each.modules, each.phase, form, **options | each.options)
         track(group.attachment, tracked, stacks, scope=frame, tracker=tracker)

@@ -57,6 +57,7 @@ BACK_END: Final = BackEnd(
         "strength": _NO_GATES,
         "when": _NO_GATES,
         "python": "sites do not run Python",
+        "route": "sites do not run Python, and a Route does",
         "table": "sites add only vectors of one dimension",
         "trained": "sites add only vectors that are not trained",
     },

@@ -11,15 +11,18 @@ from ferrohook._core import (
     EndOfCall,
     MaskedHook,
     PlanGuard,
+    RouteHook,
     TokenTracker,
     TypedHook,
     frames,
 )
 from ferrohook.attach.attention import DIMENSIONS, is_point
 from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.routing import BoundRoute
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.places import Head, Written
 from ferrohook.tokens.positions import check_prompt, mask_of
+from ferrohook.tokens.routes import TokenRoute
 from ferrohook.tokens.sequences import Sequences, no_tokens, stacks_in, stacks_of
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 
@@ -93,7 +96,7 @@ def masked(
     *,
     condition: Callable[..., Any] | None = None,
     strength: float | None = None,
-) -> MaskedHook:
+) -> MaskedHook | RouteHook:
     """Makes the form of a hook that acts at positions, under a condition or with a strength.
 
     Args:
@@ -106,6 +109,11 @@ def masked(
     Raises:
         HookTypeError: it cannot change some positions only.
     """
+    if isinstance(hook, BoundRoute):
+        if mask is None:
+            msg = "a Route needs the positions of tokens"
+            raise HookError(msg)
+        return RouteHook(TokenRoute(hook), hook.routing.ids, mask, tracker)
     if isinstance(hook, Written) and hook.refuses_positions is not None:
         raise HookTypeError(hook.refuses_positions)
     return MaskedHook(hook, mask, tracker, condition=condition, strength=strength)

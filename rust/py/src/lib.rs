@@ -72,6 +72,8 @@ mod _core {
     #[pymodule_export]
     use crate::effects::planned::{EndOfCall, PlanGuard};
     #[pymodule_export]
+    use crate::effects::route::RouteHook;
+    #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]
     use crate::hooks::callable::refuse_async;

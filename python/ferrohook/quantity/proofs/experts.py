@@ -2,7 +2,8 @@
 
 # In one forward each such module gets other numbers and weights. Then it is called again with two
 # parts of them: an expert whose weight is 0 adds nothing, so the two outputs add up to its own.
-# Numbers and weights that come in a named tuple stand where a module returns them.
+# Numbers and weights stand where one module returns both, if what is written there arrives, else
+# where the module with the experts takes them.
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.effects.parts import with_part
+from ferrohook.effects.routing import Routing
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import SIGNIFICANT, differ, tolerance
 from ferrohook.quantity.anatomy.observe import (
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 _EQUATION: Final = "mixture(experts, expert_weights) = sum of mixture(expert, weight) over them"
 _ALL: Final = "each token goes through all experts, some with a weight of 0"
 _NOWHERE: Final = "no module takes the numbers and weights of the experts where hooks can see them"
+_NO_ROUTER: Final = "its router is not proved"
+_ELSEWHERE: Final = "the module that returns them does not return the router's logits"
 _OTHER: Final = f"no router explains the weights, and {_EQUATION} fails for other weights"
 
 
@@ -60,6 +64,8 @@ class _Chosen(NamedTuple):
     shape: tuple[int, ...]
     experts: int
     """Number of the experts, as far as tokens take them."""
+    returned: bool
+    """True if one module returns both, at the sites."""
 
     def write_numbers(self, numbers: Tensor) -> Tensor:
         """Returns other experts, in another order."""
@@ -81,47 +87,92 @@ def prove_experts(
     """
     chosen = {each: _chosen_in(look, each) for each in mixtures}
     found = {each: it for each, it in chosen.items() if not isinstance(it, str)}
-    residuals = _residuals(subject, [*found.values()]) if found else {}
+    residuals = _residuals(subject, [*found.values()])
+    again = {each: it for each, it in found.items() if it.returned and it.path not in residuals}
+    for each in again:
+        taken = _chosen_in(look, each, returned=False)
+        if not isinstance(taken, str):
+            found[each] = taken
+    residuals |= _residuals(subject, [found[each] for each in again])
     missing = {each: it for each, it in chosen.items() if isinstance(it, str)}
     proved = []
-    for each, (path, _, sites, shape, _) in found.items():
-        residual = residuals.get(path)
+    for each, it in found.items():
+        residual = residuals.get(it.path)
         if residual is None and each.routed is None:
             missing[each] = _OTHER
             continue
-        for name, site in zip(each.names, sites, strict=True):
+        for name, site in zip(each.names, it.sites, strict=True):
             if residual is not None:
-                proved.append(Proved(name, site, shape, _EQUATION, residual, writable=True))
+                proved.append(Proved(name, site, it.shape, _EQUATION, residual, writable=True))
             elif each.routed is not None:
-                proved.append(Proved(name, site, shape, each.routed.equation, each.routed.residual))
+                routed = each.routed
+                proved.append(Proved(name, site, it.shape, routed.equation, routed.residual))
+        if residual is not None and it.returned:
+            experts = subject.model.get_submodule(it.path)
+            proved[-len(it.sites)].routing = _routing(look, each.routed, it, experts)
     reasons = {name: reason for each, reason in missing.items() for name in each.names}
     return proved, reasons
 
 
-def _chosen_in(look: Look, mixture: Mixture) -> _Chosen | str:
-    """Finds numbers and weights in a block; the reason if there are none."""
+def _routing(look: Look, routed: Routed | None, chosen: _Chosen, experts: nn.Module) -> Routing:
+    """Returns where a module returns experts, their weights and, if it does, their logits.
+
+    Args:
+        look: at the model.
+        routed: the router, if it is proved.
+        chosen: the experts and where they are returned.
+        experts: the module that has them.
+    """
+    numbers, weights = chosen.sites
+    if routed is None:
+        # Each parameter of fused experts has all of them in its first dimension.
+        counts = {len(it) for it in experts.parameters(recurse=False) if it.dim() > 1}
+        count = counts.pop() if len(counts) == 1 else None
+        return Routing(numbers.part, weights.part, None, count, reason=_NO_ROUTER)
+    value = look.sites[routed.site].value
+    logits = [
+        site.part
+        for site, sighting in look.sites.items()
+        if site[:2] == numbers[:2] and sighting.value == value
+    ]
+    count = look.sites[routed.site].shape[-1]
+    if not logits:
+        return Routing(numbers.part, weights.part, None, count, reason=_ELSEWHERE)
+    return Routing(numbers.part, weights.part, logits[0], count)
+
+
+def _chosen_in(look: Look, mixture: Mixture, *, returned: bool = True) -> _Chosen | str:
+    """Finds numbers and weights in a block; the reason if there are none.
+
+    Args:
+        look: at the model.
+        mixture: the block.
+        returned: where one module returns both, if there is one; else what experts take.
+    """
     if has_several(look, mixture.path):
         return SEVERAL
     for each in weighed(look, mixture.path):
         own = mixture.routed is None or mixture.routed.path == each.path
         if own and each.sites is not None and each.sites[1] in look.sites:
-            sites = _seen(look, each, *each.sites)
-            if sites is None:
+            sites = _source(look, each, each.sites[1]) if returned else None
+            seen = not any(isinstance(site.part, Hidden) for site in each.sites)
+            if sites is None and not seen:
                 continue
             if not bool(each.weights.all()):
                 return _ALL
             parts, shape = [site.part for site in each.sites], tuple(each.weights.shape)
-            return _Chosen(each.path, parts, sites, shape, int(each.numbers.max()) + 1)
+            experts = int(each.numbers.max()) + 1
+            return _Chosen(
+                each.path, parts, sites or each.sites, shape, experts, returned=sites is not None
+            )
     return _NOWHERE
 
 
-def _seen(
-    look: Look, weighed_: Weighed, *taken: ObservedTensor
+def _source(
+    look: Look, weighed_: Weighed, taken: ObservedTensor
 ) -> tuple[ObservedTensor, ...] | None:
-    """Returns where hooks see an input of a module: there, or where another module returns it."""
-    if not any(isinstance(site.part, Hidden) for site in taken):
-        return taken
-    source = look.source(look.sites[taken[1]].value, weighed_.start)
+    """Returns where a module returns numbers and weights; `taken`: where experts take weights."""
+    source = look.source(look.sites[taken].value, weighed_.start)
     if source is not None:
         for each in look.choices:
             if each.site[:2] == source[:2] and torch.equal(each.numbers, weighed_.numbers):
@@ -131,6 +182,8 @@ def _seen(
 
 def _residuals(subject: Subject, chosen: Collection[_Chosen]) -> dict[str, float]:
     """Writes other experts and weights; returns residuals by the paths where the equation holds."""
+    if not chosen:
+        return {}
     writing = _Writing(chosen)
     try:
         with observing(subject.model, writing.before, writing.after):

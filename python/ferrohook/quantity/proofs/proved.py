@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ferrohook.effects.routing import Routing
     from ferrohook.quantity.anatomy.observe import ObservedTensor
     from ferrohook.quantity.anatomy.subjects import Example
 
@@ -26,6 +27,8 @@ class Proved:
     """Point inside the attention module at the site, see `ferrohook.attach.attention`."""
     stream_factor: float | None = None
     """Factor of the quantity in the stream behind the last block; None if it is no term of it."""
+    routing: Routing | None = None
+    """For ids of experts, where their module returns them and their weights."""
 
 
 @dataclasses.dataclass

@@ -47,6 +47,7 @@ from ferrohook.quantity.proofs.routers import (
     router_of,
     weighed,
 )
+from ferrohook.quantity.proofs.routing_rules import prove_rules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +81,9 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     first = plain.look()
     _check_same(model, first, plain.look())
     make_generic(generic.model)
-    return prove(generic, generic.look(), first, look_inside(generic), _NO_ATTENTION)
+    found = prove(generic, generic.look(), first, look_inside(generic), _NO_ATTENTION)
+    prove_rules(model, plain, found.proved)
+    return found
 
 
 def prove(

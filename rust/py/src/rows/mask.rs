@@ -158,6 +158,18 @@ impl Mask {
         flat.call_method1(intern!(py, "index_select"), (0, places))
     }
 
+    /// Returns the places of the tokens among the rows of a tensor, as a tensor on its device.
+    pub fn places_in<'py>(
+        &self,
+        describe: &dyn Fn() -> String,
+        tensor: &Bound<'py, PyAny>,
+        call: Option<CallArguments<'_, 'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.dims_of(describe, tensor, call)?;
+        self.places
+            .on_device_of(tensor, || self.nonzero(tensor.py()))
+    }
+
     /// Takes the tokens of `changed`, and the others of `x`.
     pub fn merge<'py>(
         &self,
