@@ -71,6 +71,17 @@ def analyses(names: Names) -> None:
     assert table["@attn_out.23"] == pytest.approx(float(ablated) - plain, abs=1e-4)
     assert table.largest(1)[0][0] == "@attn_out.23"
     assert float(names["heads"]["@z.23"][4]) == pytest.approx(float(headless) - plain, abs=1e-4)
+    # The last MLP at the last token reaches the logits by the final norm and the head alone.
+    kept: list[Any] = []
+    watched = model.model.layers[29].mlp, model.model.norm
+    handles = [it.register_forward_hook(lambda *seen: kept.append(seen[1:])) for it in watched]
+    model(clean)
+    for handle in handles:
+        handle.remove()
+    (_, added), ((stream,), normed) = kept
+    head = model.lm_head.weight[names["PARIS"]] - model.lm_head.weight[names["BERLIN"]]
+    expected = float((added * normed / stream @ head)[0, -1])
+    assert float(names["terms"].sources["@mlp_out.29"][-1]) == pytest.approx(expected, abs=1e-3)
 
 
 def command_line(_names: Names) -> None:
