@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from ferrohook._core import InterventionBase
 from ferrohook.dictionaries.dictionary import Dictionary, flattened
 from ferrohook.dictionaries.formulas import encode, needs_all, output_scale
 from ferrohook.dictionaries.weights import StoredWeights, columns_of
-from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.interventions import Intervention
 from ferrohook.errors import HookTypeError
-from ferrohook.util.arguments import check_output_index, expect, finite
+from ferrohook.util.arguments import at_least, check_output_index, expect, finite
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
@@ -407,3 +407,58 @@ def maxima_of(dictionary: Dictionary, index: tuple[int, ...]) -> Tensor:
         msg = f"unit='max' needs a largest value above 0, and feature {wrong} has none"
         raise ValueError(msg)
     return maxima
+
+
+class KeptFeatures:
+    """Reads the features of a tensor that a capture stores.
+
+    Args:
+        dictionary: has the features.
+        top: number of the largest values to store for each token; None with `index`.
+        index: numbers of the features to store; None with `top`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type, or both or none of `top` and `index` are
+            passed.
+        ValueError: `top` or a number of a feature is out of range.
+    """
+
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        top: int | None = None,
+        index: int | Sequence[int] | None = None,
+    ) -> None:
+        expect(dictionary, Dictionary, "features must be a Dictionary")
+        if (top is None) == (index is None):
+            msg = "features= needs top=, the number of largest values, or index=, the features"
+            raise HookTypeError(msg)
+        self._dictionary = dictionary
+        self._top = top
+        self._values = None
+        if index is not None:
+            self._values = FeatureValues(dictionary, checked_index(dictionary, index, "keep"))
+        elif at_least(1, "top", cast("int", top)) > dictionary.d_sae:
+            msg = f"top must be at most the number of features, {dictionary.d_sae}, got {top}"
+            raise ValueError(msg)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the values, in float32 or in float64 for a tensor of float64.
+
+        Args:
+            x: (..., d_in), or (..., heads, head_dim).
+
+        Returns:
+            Values of the features at `index`, (..., features); or the `top` largest values and the
+            numbers of their features, (..., top, 2), largest first.
+
+        Raises:
+            HookTypeError: the tensor does not fit the dictionary.
+        """
+        flat = flattened(self._dictionary, x).to(computed_in(x))
+        if self._values is not None:
+            return self._values.of(flat)
+        values = all_values(self._dictionary, flat)
+        ranks = values.abs() if self._dictionary.formula.activation == "abstopk" else values
+        places = ranks.topk(cast("int", self._top), dim=-1).indices
+        return torch.stack((values.gather(-1, places), places.to(values.dtype)), dim=-1)
