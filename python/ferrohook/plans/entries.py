@@ -11,7 +11,8 @@ import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import CaptureKeywords, options_of
-from ferrohook.effects.intervention import Intervention
+from ferrohook.dictionaries.features import Feature
+from ferrohook.effects.interventions import Intervention
 from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import By, Over, check_over
 from ferrohook.gates.conditions import (
@@ -407,6 +408,8 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "on_error": on_error,
     }
     Registry().register(phase, hook, **options)  # validates them
+    if isinstance(hook, Feature):
+        _check_place(what)
     if when is not None:
         check_condition(when)
     if strength is not None:
@@ -467,6 +470,8 @@ def keep(
     if label is not None:
         check_encodes(label, "label")
     options_of(**options)
+    if "features" in options:
+        _check_place(what)
     at = options.pop("at", None)
     if (device := options.get("device")) is not None:
         options["device"] = str(torch.device(device))
@@ -486,6 +491,12 @@ def keep(
         )
         raise HookTypeError(msg)
     return entry
+
+
+def _check_place(what: Selector) -> None:
+    if what is None:  # as of a dictionary whose place is unknown
+        msg = "features of a dictionary are those of one tensor: name its place, not None"
+        raise HookTypeError(msg)
 
 
 def _shown(value: Any) -> str:
