@@ -391,3 +391,12 @@ def test_integers_and_complex_numbers_are_refused() -> None:
     for dtype in (torch.int64, torch.complex64):
         with pytest.raises(HookTypeError, match="Feature only works on"):
             hook.apply(torch.ones(2, D_IN, dtype=dtype))
+
+
+def test_a_dictionary_without_a_place_does_not_mean_all_modules() -> None:
+    dictionary = dictionary_of("relu")
+    assert dictionary.reads is None
+    with pytest.raises(HookTypeError, match="name its place, not None"):
+        fh.on(dictionary.reads, fh.Feature(dictionary, 3, set=1.0))
+    with pytest.raises(HookTypeError, match="name its place, not None"):
+        fh.keep(dictionary.reads, features=dictionary, top=2)

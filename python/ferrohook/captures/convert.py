@@ -19,21 +19,32 @@ if TYPE_CHECKING:
 Index: TypeAlias = "int | slice | EllipsisType | Tensor | list[int] | tuple[Any, ...] | None"
 
 
-def converter(
+def converter(  # noqa: PLR0913, PLR0917 (the steps of a conversion)
     copies: HostCopies,
     device: torch.device | None,
     dtype: torch.dtype | None,
     index: Index,
     copy: str,
+    read: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[Tensor], Tensor] | None:
-    """Makes the function that a collector calls with each tensor; None if nothing is to convert."""
+    """Makes the function that a collector calls with each tensor; None if nothing is to convert.
+
+    Args:
+        copies: of tensors on a GPU.
+        device: of the result; None for the tensor's.
+        dtype: of a result of floating point; None for its own.
+        index: part of the tensor; None for all.
+        copy: see `capture`.
+        read: reads what is stored of the tensor, in new memory.
+    """
     # The collector refers to this function, which therefore refers to the copies alone: a reference
     # cycle would keep tensors until the next garbage collection.
-    if device is None and dtype is None and index is None:
+    if device is None and dtype is None and index is None and read is None:
         return None
 
     def convert(tensor: Tensor) -> Tensor:
         result = tensor if index is None else indexed(tensor, index)
+        result = result if read is None else read(result)
         if dtype is not None and result.is_floating_point():
             result = result.to(dtype)
         if device is not None and device != result.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypedDict, cast
 
 import torch
 
@@ -13,18 +13,20 @@ from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.captures.convert import check_index, converter
+from ferrohook.dictionaries.features import KeptFeatures
 from ferrohook.errors import HookTypeError
 from ferrohook.tokens.positions import check_at
 from ferrohook.util.arguments import at_least, check_copy, check_output_index, expect
 from ferrohook.util.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
     from ferrohook._core import Frame
     from ferrohook.captures.convert import Index
+    from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.names.places import Head, Place
     from ferrohook.tokens.positions import At
     from ferrohook.tokens.tracking import Tracker
@@ -57,6 +59,8 @@ class CaptureOptions(NamedTuple):
     cut: bool
     """True with a `slice`."""
     only_last: bool
+    reads_features: bool
+    """True with `features`, which are read from whole tensors."""
     copies: HostCopies
     collector: dict[str, Any]
     """Keyword arguments of the `Collector`."""
@@ -76,8 +80,11 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
+    features: Dictionary | None = None,
+    top: int | None = None,
+    index: int | Sequence[int] | None = None,
 ) -> CaptureOptions:
-    """Validates the options of a capture; see `capture` for them and for its errors."""
+    """Validates the options of a capture; see `capture` and `keep` for them and their errors."""
     check_at(at)
     if at is not None and grads:
         msg = (
@@ -94,18 +101,27 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         expect(dtype, torch.dtype, "dtype must be a torch.dtype")
         _check_converts(dtype)
     check_index(slice)
+    read = None
+    if features is not None or top is not None or index is not None:
+        read = KeptFeatures(cast("Dictionary", features), top, index)
+        unfit = {"slice": slice is not None, "grads": grads, "copy": copy != "checked"}
+        unfit["dtype, with top"] = dtype is not None and top is not None
+        if wrong := [name for name, given in unfit.items() if given]:
+            msg = f"features= stores values of features, not the tensor: leave out {wrong[0]}="
+            raise HookTypeError(msg)
     copies = HostCopies()
     target = None if device is None else _available(device)
     return CaptureOptions(
         stop=stop,
         cut=slice is not None,
         only_last=calls == "last",
+        reads_features=read is not None,
         copies=copies,
         collector={
             "detach": detach,
             "copy": copy,
             "keep": _calls_to_keep(calls),
-            "convert": converter(copies, target, dtype, slice, copy),
+            "convert": converter(copies, target, dtype, slice, copy, read),
             "grads": grads,
             "max_bytes": None if max_bytes is None else at_least(1, "max_bytes", max_bytes),
         },
@@ -215,6 +231,13 @@ class Recorders(NamedTuple):
         in_order = [handles[index] for index in sorted(handles)]
         factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
         heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
+        if options.reads_features and (heads or factors):
+            name = next(it for n, it in enumerate(places) if n in {*heads, *factors})
+            msg = (
+                f"features= reads the whole tensor of a module, but {name} is "
+                f"{'a head' if heads else 'a multiple'} of it"
+            )
+            raise HookTypeError(msg)
         if heads and options.cut:
             msg = (
                 "slice= and a head, as in @z.3.5, both slice the same tensor: leave one of them out"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +13,14 @@ from ferrohook._core import InterventionBase
 from ferrohook.dictionaries.dictionary import Dictionary, flattened
 from ferrohook.dictionaries.formulas import encode, needs_all, output_scale
 from ferrohook.dictionaries.weights import StoredWeights, columns_of
-from ferrohook.effects.intervention import Intervention
+from ferrohook.effects.interventions import Intervention
 from ferrohook.errors import HookTypeError
-from ferrohook.util.arguments import check_output_index, expect, finite
+from ferrohook.util.arguments import at_least, check_output_index, expect, finite
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ferrohook.util.arguments import OutputIndex
 
@@ -32,6 +34,7 @@ NUMBERS: Final[dict[str, float]] = {
 """The numbers of each feature by name, and what stands for None."""
 _OF_VALUES: Final = ("set", "add", "low", "high")
 """Numbers in the unit of a feature's values."""
+_NOTHING: Final = contextlib.nullcontext()
 UNITS: Final = ("raw", "max")
 """Units of a feature's values: its own, and its largest known one."""
 _STAND_IN: Final = torch.zeros(1, 1)
@@ -75,7 +78,7 @@ class FeatureValues:
         """
         if needs_all(self.dictionary.formula):
             return self.chosen(all_values(self.dictionary, x))
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             return encode(self.dictionary.formula, self.columns(x), x)
 
     def chosen(self, values: Tensor) -> Tensor:
@@ -88,10 +91,15 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def exact(x: Tensor) -> AbstractContextManager[object]:
+    """Returns a context without autocast, which would run products in lower precision."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
 def all_values(dictionary: Dictionary, x: Tensor) -> Tensor:
     """Returns the values of all features in the dtype of `x`, (..., d_in), as (..., d_sae)."""
-    # Autocast would run the products in lower precision.
-    with torch.autocast(x.device.type, enabled=False):
+    with exact(x):
         return encode(dictionary.formula, dictionary.weights.on(x.device, x.dtype), x)
 
 
@@ -99,13 +107,21 @@ class _Edit:
     """Change of some features: the state of a `Feature` that native code calls.
 
     Args:
-        read: the features, with the numbers of `NUMBERS`.
+        read: the features, with the numbers.
+        numbers: of each feature, by the names in `NUMBERS`.
         only_active: see `Feature`.
     """
 
-    def __init__(self, read: FeatureValues, *, only_active: bool) -> None:
+    def __init__(
+        self, read: FeatureValues, numbers: Mapping[str, Tensor], *, only_active: bool
+    ) -> None:
         self.read = read
         self._only_active = only_active
+        absent = {name: bool((each == NUMBERS[name]).all()) for name, each in numbers.items()}
+        self._sets = not bool(numbers["set"].isnan().all())
+        self._sets_all = not bool(numbers["set"].isnan().any())
+        self._limits = not (absent["low"] and absent["high"])
+        self._scales = not (absent["scale"] and absent["add"])
 
     def __call__(self, x: Tensor, _stand_in: Tensor) -> Tensor:
         """Returns the changed tensor."""
@@ -121,17 +137,24 @@ class _Edit:
             values: of the features, (..., features).
         """
         own, formula = self.read.columns(flat), self.read.dictionary.formula
-        new = (values * own["scale"] + own["add"]).clamp(own["low"], own["high"])
-        change = torch.where(own["set"].isnan(), new, own["set"]) - values
+        change = self._new(values, own) - values
         if self._only_active:
             change = torch.where(values != 0, change, 0.0)
         if formula.rescales:
             change = change / own["norms"]
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             change = change @ own["W_dec"]
         scale = output_scale(formula, flat)
         change = change if scale is None else change * scale
         return (flat + change).to(x.dtype).reshape(x.shape)
+
+    def _new(self, values: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+        """Returns the new values of the features."""
+        if self._sets_all:
+            return own["set"]
+        new = values * own["scale"] + own["add"] if self._scales else values
+        new = new.clamp(own["low"], own["high"]) if self._limits else new
+        return torch.where(own["set"].isnan(), new, own["set"]) if self._sets else new
 
 
 for _function in (_Edit.__call__, _Edit.changed, FeatureValues.of, FeatureValues.chosen):
@@ -220,7 +243,7 @@ class Feature(Intervention):
             maxima = maxima_of(dictionary, places)
             own |= {name: own[name] * maxima for name in _OF_VALUES}
         part: Any = check_output_index(output_index, "output_index of Feature")
-        edit = _Edit(FeatureValues(dictionary, places, own), only_active=only_active)
+        edit = _Edit(FeatureValues(dictionary, places, own), own, only_active=only_active)
         reader = dictionary if needs_all(dictionary.formula) else None
         self = InterventionBase.__new__(
             cls,
@@ -407,3 +430,58 @@ def maxima_of(dictionary: Dictionary, index: tuple[int, ...]) -> Tensor:
         msg = f"unit='max' needs a largest value above 0, and feature {wrong} has none"
         raise ValueError(msg)
     return maxima
+
+
+class KeptFeatures:
+    """Reads the features of a tensor that a capture stores.
+
+    Args:
+        dictionary: has the features.
+        top: number of the largest values to store for each token; None with `index`.
+        index: numbers of the features to store; None with `top`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type, or both or none of `top` and `index` are
+            passed.
+        ValueError: `top` or a number of a feature is out of range.
+    """
+
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        top: int | None = None,
+        index: int | Sequence[int] | None = None,
+    ) -> None:
+        expect(dictionary, Dictionary, "features must be a Dictionary")
+        if (top is None) == (index is None):
+            msg = "features= needs top=, the number of largest values, or index=, the features"
+            raise HookTypeError(msg)
+        self._dictionary = dictionary
+        self._top = top
+        self._values = None
+        if index is not None:
+            self._values = FeatureValues(dictionary, checked_index(dictionary, index, "keep"))
+        elif at_least(1, "top", cast("int", top)) > dictionary.d_sae:
+            msg = f"top must be at most the number of features, {dictionary.d_sae}, got {top}"
+            raise ValueError(msg)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the values, in float32 or in float64 for a tensor of float64.
+
+        Args:
+            x: (..., d_in), or (..., heads, head_dim).
+
+        Returns:
+            Values of the features at `index`, (..., features); or the `top` largest values and the
+            numbers of their features, (..., top, 2), largest first.
+
+        Raises:
+            HookTypeError: the tensor does not fit the dictionary.
+        """
+        flat = flattened(self._dictionary, x).to(computed_in(x))
+        if self._values is not None:
+            return self._values.of(flat)
+        values = all_values(self._dictionary, flat)
+        ranks = values.abs() if self._dictionary.formula.activation == "abstopk" else values
+        places = ranks.topk(cast("int", self._top), dim=-1).indices
+        return torch.stack((values.gather(-1, places), places.to(values.dtype)), dim=-1)

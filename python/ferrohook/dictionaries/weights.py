@@ -37,6 +37,8 @@ class StoredWeights:
                     name: to_device(each.to(dtype) if each.is_floating_point() else each, device)
                     for name, each in self.tensors.items()
                 }
+                if "norms" in copies and dtype != self.tensors["norms"].dtype:
+                    copies["norms"] = copies["W_dec"].norm(dim=-1)  # rounded once, not twice
             order = made([*copies.values()]) if device.type == "cuda" else None
             found = self._copies[device, dtype] = copies, order
         copies, order = found

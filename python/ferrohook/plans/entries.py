@@ -11,6 +11,7 @@ import torch
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import CaptureKeywords, options_of
+from ferrohook.dictionaries.features import Feature
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookTypeError
@@ -33,11 +34,12 @@ from ferrohook.util.tensors import content_of
 from ferrohook.util.texts import MODEL, listed, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Unpack
 
     from ferrohook.captures.recorders import Calls
+    from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.effects.typed import OnError, Phase
     from ferrohook.names.select import Selector
     from ferrohook.util.arguments import OutputIndex
@@ -182,7 +184,8 @@ class KeepEntry(PlanEntry):
         return not self.gates
 
     def _needs(self) -> Iterator[str]:
-        yield from ("gradients" if name == "grads" else name for name in self.options)
+        names = {"grads": "gradients", "top": "features", "index": "features"}
+        yield from (names.get(name, name) for name in self.options)
         if self.gates:
             yield "gate"
 
@@ -428,6 +431,8 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "on_error": on_error,
     }
     Registry().register(phase, hook, **options)  # validates them
+    if isinstance(hook, Feature):
+        _check_place(what)
     if when is not None:
         check_condition(when)
     if strength is not None:
@@ -465,12 +470,17 @@ def replay(array: Any, *, start: int = 0, at: At = None) -> HookEntry:
 
 
 class KeepOptions(CaptureKeywords, total=False):
-    """Options of `keep`; see `capture`."""
+    """Options of `keep`; see `capture` but for `features`, `top` and `index`."""
 
     calls: Calls
+    features: Dictionary
+    top: int
+    index: int | Sequence[int]
 
 
-_NOT_OF_GATES: Final = frozenset({"at", "inputs", "output_index", "slice", "grads", "stop"})
+_NOT_OF_GATES: Final = frozenset(
+    {"at", "inputs", "output_index", "slice", "grads", "stop", "features"}
+)
 _CAPTURE_DEFAULTS: Final = {"detach": True, "copy": "checked", "calls": "last"}
 """Defaults other than None and False."""
 
@@ -485,7 +495,13 @@ def keep(
         label: prefix of the names in the request's `acts`, as in `"label:layers.3"`; for plans that
             capture a module twice.
         **options: as in `capture`: `at`, `inputs`, `output_index`, `detach`, `device`, `dtype`,
-            `slice`, `copy`, `calls`, `grads`, `stop`, and `max_bytes` for each request.
+            `slice`, `copy`, `calls`, `grads`, `stop`, and `max_bytes` for each request; and
+            `features`, with `top` or `index`.
+
+    `features=dictionary` captures values of its features in place of the tensor, in float32. With
+    `top=32`: for each token the 32 largest values and the numbers of their features, a tensor of
+    (..., tokens, 32, 2): `values, numbers = acts[name].unbind(-1)`. With `index=[3, 17]`: the
+    values of these features, (..., tokens, 2).
 
     `"@gate.NAME"` captures the values of a gate of the plan: one for each token that it reads, NaN
     where the value is unknown.
@@ -501,9 +517,13 @@ def keep(
     if label is not None:
         check_encodes(label, "label")
     options_of(**options)
+    if "features" in options:
+        _check_place(what)
     at = options.pop("at", None)
     if (device := options.get("device")) is not None:
         options["device"] = str(torch.device(device))
+    if (index := options.get("index")) is not None:
+        options["index"] = (index,) if isinstance(index, int) else tuple(index)
     in_order = {name: options.get(name) for name in KeepOptions.__annotations__}
     chosen = {
         name: value
@@ -518,6 +538,12 @@ def keep(
         )
         raise HookTypeError(msg)
     return entry
+
+
+def _check_place(what: Selector) -> None:
+    if what is None:  # as of a dictionary whose place is unknown
+        msg = "features of a dictionary are those of one tensor: name its place, not None"
+        raise HookTypeError(msg)
 
 
 def _shown(value: Any) -> str:

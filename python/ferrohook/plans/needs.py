@@ -15,7 +15,9 @@ CHANGES: Final = frozenset({"add", "change"})
 """Of interventions: one that adds its vector, and any other."""
 _HOOKS: Final = {"inputs", "native detector", "not finite", "python", "route", "table", "trained"}
 _OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"}
-_OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
+_OF_KEEP: Final = {
+    *("calls", "copy", "detach", "device", "dtype", "features", "max_bytes", "slice", "stop")
+}
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
 GATES: Final = frozenset({"gate", "stop when", "strength", "when"})
 """Of gates: one that reads, hooks that depend on one or have a strength, and ends of requests."""

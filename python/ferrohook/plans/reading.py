@@ -224,6 +224,10 @@ class _Reader:
             it, place = fields[name], f"{path}.{name}"
             if name == "slice":
                 own[name] = self._index(it, place)
+            elif name == "features" and it is not None:
+                own[name] = self._dictionary(it, place)
+            elif name == "index" and isinstance(it, list):
+                own[name] = _ids(it, place)
             elif name == "when" and (it is not None or kind == "stop"):
                 own[name] = self._condition(it, place)
             else:

@@ -55,7 +55,7 @@ def _check_dictionaries(entries: tuple[Entry, ...]) -> None:
     for number, entry in enumerate(entries):
         used = entry.hook if isinstance(entry, HookEntry) else None
         used = entry.gate.reading if isinstance(entry, GateEntry) else used
-        own = getattr(used, "dictionary", None)
+        own = getattr(used, "dictionary", entry.options.get("features"))
         if isinstance(own, Dictionary) and found.setdefault(own.name, own) != own:
             msg = f"entries[{number}]: the plan has two dictionaries named {own.name!r}"
             raise ValueError(msg)
@@ -228,10 +228,12 @@ def _at(at: Any, path: str) -> Any:
 
 
 def _option(name: str, value: Any, path: str) -> Any:
-    if name == "device":
-        return str(value)
-    if name == "dtype":
+    if name in {"device", "dtype"}:
         return str(value).removeprefix("torch.")
+    if name == "features":
+        return _dictionary(value, path)
+    if name == "index":
+        return list(value)
     if name == "slice":
         return _index(value, path)
     if name == "output_index" and isinstance(value, tuple):

@@ -1,0 +1,65 @@
+"""Features on a GPU: the copies of weights, their streams, and no waits of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+from support.dictionaries import D_IN, dictionary_of
+
+pytestmark = pytest.mark.cuda
+KINDS = ["relu", "gated", "topk rescaled", "groupmax"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_changes_are_those_of_the_cpu(kind: str) -> None:
+    dictionary = dictionary_of(kind, normalize_activations="layer_norm")
+    x = torch.randn(6, D_IN) * 3
+    hook = fh.Feature(dictionary, [3, 9], set=[5.0, None], scale=[None, 2.0])
+    # Four streams, the first of which makes the copies.
+    for stream in [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(3))]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            on_gpu = x.cuda()
+            values, changed = dictionary.encode(on_gpu), hook.apply(on_gpu)
+            decoded = dictionary.decode(values, on_gpu)
+        stream.synchronize()
+        torch.testing.assert_close(values.cpu(), dictionary.encode(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(changed.cpu(), hook.apply(x), rtol=1e-4, atol=1e-4)
+        expected = dictionary.decode(dictionary.encode(x), x)
+        torch.testing.assert_close(decoded.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_a_batch(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D_IN, D_IN)).cuda().requires_grad_(requires_grad=False)
+    dictionary = dictionary_of(kind)
+    plans = [
+        fh.Plan(fh.on("0", fh.Feature(dictionary, n, set=5.0)), fh.keep("0", device="cpu"))
+        for n in range(3)
+    ]
+    x = torch.randn(6, D_IN).cuda()
+    for _ in range(2):
+        requests = [plan.open(model) for plan in plans]
+        with fh.batch({it: slice(2 * n, 2 * n + 2) for n, it in enumerate(requests)}, size=6):
+            model(x)
+        plain = model(x).cpu()
+        for n, request in enumerate(requests):
+            expected = fh.Feature(dictionary, n, set=5.0).apply(plain[2 * n : 2 * n + 2])
+            torch.testing.assert_close(request.acts["0"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_makes_the_host_wait_for_nothing(kind: str) -> None:
+    hook = fh.Feature(dictionary_of(kind), [3, 9], set=5.0)
+    x = torch.randn(6, D_IN).cuda()
+    hook.apply(x)  # makes the copies
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hook.apply(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
