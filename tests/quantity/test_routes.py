@@ -482,6 +482,34 @@ def test_a_member_whose_sequences_have_no_ids_fails_and_the_others_go_on() -> No
     assert reading.acts["@experts.1"].shape == (ROWS * TOKENS, 2)
 
 
+@pytest.mark.parametrize(("count", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
+def test_captured_ids_are_as_small_as_their_number_allows(count: int, dtype: torch.dtype) -> None:
+    model = make("mixtral", num_local_experts=count, num_hidden_layers=1)
+    top = torch.tensor([count - 1, 0])
+    plan = fh.Plan(
+        fh.on("@experts.0", fh.Route(top)),
+        fh.keep(["@experts.0", "@router.0"], calls="all", label="calls"),
+        fh.keep("@experts.0", at=slice(1, 3), copy="clone"),
+        fh.keep("model.layers.0.mlp.gate", output_index=2),
+    )
+    request, other = plan.prepare(model).open(), plan.prepare(model).open()
+    positions = torch.arange(TOKENS).expand(ROWS, -1)
+    with torch.no_grad(), fh.batch({request: 0, other: 1}, positions=positions):
+        model(IDS)
+    with torch.no_grad(), plan.open(model) as alone:
+        model(IDS[:1, :4])
+        model(IDS[:1])
+    for found, tokens in ((request, TOKENS), (alone, 4)):
+        assert found.error is None
+        kept = found.acts["calls:@experts.0"][0]
+        assert kept.dtype == dtype
+        assert kept.tolist() == [top.tolist()] * tokens
+        assert found.acts["@experts.0"].dtype == dtype
+        assert found.acts["@experts.0"][:2].tolist() == [top.tolist()] * 2
+        # The module itself has them as they are.
+        assert found.acts["model.layers.0.mlp.gate"].dtype == torch.int64
+
+
 def test_entries_act_in_their_order() -> None:
     model = model_of("mixtral")
     own = logits_by_hand("mixtral", {})[1].calls[1][0]

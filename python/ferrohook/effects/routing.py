@@ -68,8 +68,6 @@ class Routing(NamedTuple):
     weights: Any
     logits: Any = None
     """None if the module does not return them."""
-    experts: int | None = None
-    """Number of the experts; None if it is not known."""
     rule: RoutingRule | None = None
     reason: str = ""
     """Why there is no rule."""
@@ -279,7 +277,7 @@ def _part(value: Any, part: Any) -> Tensor:
 
 
 def bound(
-    hook: Route | Replay, name: str, routing: Routing | None, shape: tuple[int, ...] | None
+    hook: Route | Replay, name: str, routing: Routing | None, chosen: int, experts: int | None
 ) -> BoundRoute:
     """Binds a route to the experts of a block.
 
@@ -287,13 +285,14 @@ def bound(
         hook: the route.
         name: of the quantity, `@experts.N`.
         routing: where a module returns them; None if none does.
-        shape: of the quantity, (tokens, chosen).
+        chosen: number of experts that a token takes.
+        experts: number of experts; None if it is not known.
 
     Raises:
         HookTypeError: the ids do not fit the block.
         ValueError: the ids of the block are none.
     """
-    if routing is None or shape is None:
+    if routing is None:
         msg = (
             f"a Route cannot change {name}: no module returns both the ids of the experts and "
             "their weights so that a write to them reaches the experts"
@@ -301,11 +300,11 @@ def bound(
         raise HookTypeError(msg)
     routed = hook.of_block(int(name.rpartition(".")[2]))
     count, most = routed.ids.shape[-1], int(routed.ids.max())
-    if count != shape[-1]:
-        msg = f"{hook!r} has {count} ids for each token, but {name} has {shape[-1]}"
+    if count != chosen:
+        msg = f"{hook!r} has {count} ids for each token, but {name} has {chosen}"
         raise HookTypeError(msg)
-    if routing.experts is not None and most >= routing.experts:
-        msg = f"{hook!r} has the id {most}, but {name} has experts 0 to {routing.experts - 1}"
+    if experts is not None and most >= experts:
+        msg = f"{hook!r} has the id {most}, but {name} has experts 0 to {experts - 1}"
         raise HookTypeError(msg)
     if routed.weights is None and routing.rule is None:
         msg = f"a Route needs weights= at {name}, whose ids do not define them: {routing.reason}"
