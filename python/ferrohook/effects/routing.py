@@ -56,6 +56,7 @@ SCORES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "softmax(router)[ids]": lambda logits, ids: logits.softmax(dim=-1).gather(-1, ids),
     "softmax(router[ids])": lambda logits, ids: logits.gather(-1, ids).softmax(dim=-1),
     "sigmoid(router)[ids]": lambda logits, ids: logits.sigmoid().gather(-1, ids),
+    "sigmoid(router[ids])": lambda logits, ids: logits.gather(-1, ids).sigmoid(),
 }
 """Scores of experts, by their equations: from logits of all experts and the experts' ids."""
 
@@ -253,15 +254,16 @@ class BoundRoute(NamedTuple):
         """
         routing, rule = self.routing, self.routing.rule
         own_ids, own_weights = _part(value, routing.ids), _part(value, routing.weights)
-        new = ids.to(own_ids)
+        new = own_ids.index_copy(0, places, ids.to(own_ids))
         if weights is not None:
             made = weights.to(own_weights)
         elif rule is not None:
-            logits = _part(value, routing.logits).index_select(0, places)
-            made = rule.weights(logits, new.long(), own_weights.dtype)
+            # Of all tokens, as in the model: torch rounds the last elements of a tensor otherwise.
+            logits = _part(value, routing.logits)
+            made = rule.weights(logits, new.long(), own_weights.dtype).index_select(0, places)
         else:
             raise HookTypeError(routing.reason)
-        value = with_part(value, routing.ids, own_ids.index_copy(0, places, new))
+        value = with_part(value, routing.ids, new)
         return with_part(value, routing.weights, own_weights.index_copy(0, places, made))
 
 
