@@ -406,6 +406,7 @@ class Collector:
         grads: bool,
         max_bytes: int | None,
         stop: int | None,
+        casts: dict[int, Any] | None = None,
     ) -> Self: ...
     def ran(self) -> list[int]: ...
     def read(

@@ -252,12 +252,46 @@ def sparse_autoencoder(names: Names) -> None:
     assert sorted(grid[0].topk(2).indices.tolist()) == FOXES
 
 
+def routing(names: Names) -> None:
+    policy, ids, array = (names[name] for name in ("policy", "ids", "array"))
+    # The loss of the policy whose experts are called by hand.
+    handles = [
+        policy.model.layers[block].mlp.experts.register_forward_pre_hook(
+            lambda _module, args, block=block: (args[0], forced(args[1], block), *args[2:])
+        )
+        for block in range(3)
+    ]
+
+    def forced(own: Tensor, block: int) -> Tensor:
+        return torch.cat([array[:, block].to(own.dtype), own[-1:]])
+
+    weights = {
+        block: policy.model.layers[block].mlp.gate.register_forward_hook(
+            lambda _module, _args, out, block=block: reweighed(out, block)
+        )
+        for block in range(3)
+    }
+
+    def reweighed(out: tuple[Tensor, ...], block: int) -> tuple[Tensor, ...]:
+        logits, _, own = out
+        scores = logits.softmax(-1).gather(-1, forced(own, block))
+        return logits, scores / scores.sum(-1, keepdim=True), own
+
+    loss = policy(ids, labels=ids).loss
+    for handle in [*handles, *weights.values()]:
+        handle.remove()
+    assert torch.equal(loss, names["loss"])
+    with torch.no_grad():
+        assert not torch.equal(policy(ids, labels=ids).loss, loss)
+
+
 CHECKS: dict[str, Callable[[Names], None]] = {
     "cache": cache,
     "steer": steer,
     "steer-generation": steer_generation,
     "steer-only-when": steer_only_when,
     "stop-when": stop_when,
+    "routing": routing,
     "ablate-head": ablate_head,
     "patch": patch,
     "attribution-patching": attribution_patching,

@@ -204,6 +204,27 @@ def test_own_experts_that_are_replayed_change_no_bit(kind: str) -> None:
         assert torch.equal(again[name], acts[name]), name
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "lfm2_moe", "kolibri1"])
+def test_own_experts_of_single_tokens_change_no_bit(kind: str) -> None:
+    """torch rounds the last elements of a tensor otherwise, which those of one token would be."""
+    model = model_of(kind)
+    ids = torch.arange(31)[None] + 11
+    with torch.no_grad():
+        plain, acts = fh.run(model, ids, capture=["@experts.*", "@expert_weights.*"])
+        names = [name for name in acts if name.startswith("@experts.")]
+        entries = [
+            fh.on(name, fh.Route(acts[name][position]), at=position)
+            for name in names
+            for position in range(31)
+        ]
+        kept = fh.keep(["@experts.*", "@expert_weights.*"])
+        output, again = fh.run(model, ids, plan=fh.Plan(*entries, kept))
+    assert len(names) > 0
+    assert torch.equal(output.logits, plain.logits)
+    for name in acts:
+        assert torch.equal(again[name], acts[name]), name
+
+
 @families
 def test_other_experts_are_weighed_by_the_models_own_rule(kind: str) -> None:
     model = model_of(kind)
@@ -480,6 +501,34 @@ def test_a_member_whose_sequences_have_no_ids_fails_and_the_others_go_on() -> No
     assert "ids of 1 sequences" in str(failing.error)
     assert reading.error is None
     assert reading.acts["@experts.1"].shape == (ROWS * TOKENS, 2)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
+def test_captured_ids_are_as_small_as_their_number_allows(count: int, dtype: torch.dtype) -> None:
+    model = make("mixtral", num_local_experts=count, num_hidden_layers=1)
+    top = torch.tensor([count - 1, 0])
+    plan = fh.Plan(
+        fh.on("@experts.0", fh.Route(top)),
+        fh.keep(["@experts.0", "@router.0"], calls="all", label="calls"),
+        fh.keep("@experts.0", at=slice(1, 3), copy="clone"),
+        fh.keep("model.layers.0.mlp.gate", output_index=2),
+    )
+    request, other = plan.prepare(model).open(), plan.prepare(model).open()
+    positions = torch.arange(TOKENS).expand(ROWS, -1)
+    with torch.no_grad(), fh.batch({request: 0, other: 1}, positions=positions):
+        model(IDS)
+    with torch.no_grad(), plan.open(model) as alone:
+        model(IDS[:1, :4])
+        model(IDS[:1])
+    for found, tokens in ((request, TOKENS), (alone, 4)):
+        assert found.error is None
+        kept = found.acts["calls:@experts.0"][0]
+        assert kept.dtype == dtype
+        assert kept.tolist() == [top.tolist()] * tokens
+        assert found.acts["@experts.0"].dtype == dtype
+        assert found.acts["@experts.0"][:2].tolist() == [top.tolist()] * 2
+        # The module itself has them as they are.
+        assert found.acts["model.layers.0.mlp.gate"].dtype == torch.int64
 
 
 def test_entries_act_in_their_order() -> None:

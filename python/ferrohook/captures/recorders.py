@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypedDict, cast
 
 import torch
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ferrohook.tokens.tracking import Tracker
 
 
+_BYTE: Final = 2**8
+"""Experts at most whose ids are captured as uint8."""
 Calls: TypeAlias = 'Literal["last", "all"] | int'
 """Calls of each module that a capture stores."""
 
@@ -209,10 +211,18 @@ class Recorders(NamedTuple):
             place: of the capture in a plan, or of its positions.
         """
         root = registry_of(model) if options.stop else None
-        collector = Collector(
-            [*places], stop=None if root is None else root.module, **options.collector
-        )
         everything = [*places.values()]
+        casts = {
+            index: torch.uint8 if it.experts <= _BYTE else torch.uint16
+            for index, it in enumerate(everything)
+            if it.experts is not None
+        }
+        collector = Collector(
+            [*places],
+            stop=None if root is None else root.module,
+            casts=casts or None,
+            **options.collector,
+        )
         handles: dict[int, HookHandle] = {}
         for (priority, inputs, _), indices in _alike(everything, priority_of).items():
             own = [everything[index].module for index in indices]

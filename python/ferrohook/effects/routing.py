@@ -56,6 +56,7 @@ SCORES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "softmax(router)[ids]": lambda logits, ids: logits.softmax(dim=-1).gather(-1, ids),
     "softmax(router[ids])": lambda logits, ids: logits.gather(-1, ids).softmax(dim=-1),
     "sigmoid(router)[ids]": lambda logits, ids: logits.sigmoid().gather(-1, ids),
+    "sigmoid(router[ids])": lambda logits, ids: logits.gather(-1, ids).sigmoid(),
 }
 """Scores of experts, by their equations: from logits of all experts and the experts' ids."""
 
@@ -68,8 +69,6 @@ class Routing(NamedTuple):
     weights: Any
     logits: Any = None
     """None if the module does not return them."""
-    experts: int | None = None
-    """Number of the experts; None if it is not known."""
     rule: RoutingRule | None = None
     reason: str = ""
     """Why there is no rule."""
@@ -255,15 +254,16 @@ class BoundRoute(NamedTuple):
         """
         routing, rule = self.routing, self.routing.rule
         own_ids, own_weights = _part(value, routing.ids), _part(value, routing.weights)
-        new = ids.to(own_ids)
+        new = own_ids.index_copy(0, places, ids.to(own_ids))
         if weights is not None:
             made = weights.to(own_weights)
         elif rule is not None:
-            logits = _part(value, routing.logits).index_select(0, places)
-            made = rule.weights(logits, new.long(), own_weights.dtype)
+            # Of all tokens, as in the model: torch rounds the last elements of a tensor otherwise.
+            logits = _part(value, routing.logits)
+            made = rule.weights(logits, new.long(), own_weights.dtype).index_select(0, places)
         else:
             raise HookTypeError(routing.reason)
-        value = with_part(value, routing.ids, own_ids.index_copy(0, places, new))
+        value = with_part(value, routing.ids, new)
         return with_part(value, routing.weights, own_weights.index_copy(0, places, made))
 
 
@@ -279,7 +279,7 @@ def _part(value: Any, part: Any) -> Tensor:
 
 
 def bound(
-    hook: Route | Replay, name: str, routing: Routing | None, shape: tuple[int, ...] | None
+    hook: Route | Replay, name: str, routing: Routing | None, chosen: int, experts: int | None
 ) -> BoundRoute:
     """Binds a route to the experts of a block.
 
@@ -287,13 +287,14 @@ def bound(
         hook: the route.
         name: of the quantity, `@experts.N`.
         routing: where a module returns them; None if none does.
-        shape: of the quantity, (tokens, chosen).
+        chosen: number of experts that a token takes.
+        experts: number of experts; None if it is not known.
 
     Raises:
         HookTypeError: the ids do not fit the block.
         ValueError: the ids of the block are none.
     """
-    if routing is None or shape is None:
+    if routing is None:
         msg = (
             f"a Route cannot change {name}: no module returns both the ids of the experts and "
             "their weights so that a write to them reaches the experts"
@@ -301,11 +302,11 @@ def bound(
         raise HookTypeError(msg)
     routed = hook.of_block(int(name.rpartition(".")[2]))
     count, most = routed.ids.shape[-1], int(routed.ids.max())
-    if count != shape[-1]:
-        msg = f"{hook!r} has {count} ids for each token, but {name} has {shape[-1]}"
+    if count != chosen:
+        msg = f"{hook!r} has {count} ids for each token, but {name} has {chosen}"
         raise HookTypeError(msg)
-    if routing.experts is not None and most >= routing.experts:
-        msg = f"{hook!r} has the id {most}, but {name} has experts 0 to {routing.experts - 1}"
+    if experts is not None and most >= experts:
+        msg = f"{hook!r} has the id {most}, but {name} has experts 0 to {experts - 1}"
         raise HookTypeError(msg)
     if routed.weights is None and routing.rule is None:
         msg = f"a Route needs weights= at {name}, whose ids do not define them: {routing.reason}"

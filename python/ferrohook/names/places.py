@@ -67,6 +67,8 @@ class Place(NamedTuple):
     """Factor of this contribution in the stream after the last block; None if it is no term."""
     routing: Routing | None = None
     """For ids of experts, where their module returns them and their weights."""
+    experts: int | None = None
+    """For ids of experts, their number; None if it is not known."""
 
     @property
     def by_keyword(self) -> bool:
@@ -135,7 +137,8 @@ def _routes_at(places: Mapping[str, Place], hook: Route | Replay, at: Any) -> li
     for name, place in places.items():
         if place.quantity is None or kind_of(place.quantity.removeprefix(SIGN)) != "experts":
             raise HookTypeError(ONLY_AT_EXPERTS)
-        form = bound(hook, place.quantity, place.routing, place.shape)
+        _, chosen = place.shape or (0, 0)
+        form = bound(hook, place.quantity, place.routing, chosen, place.experts)
         groups.append(HookGroup("forward", form._replace(at=at), {name: place.module}, {}))
     return groups
 
@@ -244,6 +247,10 @@ class Written:
         if new is None:
             return None
         self._check(new, quantity)
+        if (
+            place.experts is not None
+        ):  # captured ids have a smaller dtype, with which none can index
+            new = new.to(tensor.dtype)
         new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
             new = place.head.replaced(tensor, new.to(tensor.dtype))

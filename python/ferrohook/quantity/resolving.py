@@ -106,6 +106,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         resolved.head,
         quantity.stream_factor,
         quantity.routing,
+        quantity.experts,
     )
 
 

@@ -61,6 +61,8 @@ class Quantity:
     the way; None if it is no term of that stream, or passes a norm before."""
     routing: Routing | None = None
     """For ids of experts, where a module returns them and their weights: what a `Route` needs."""
+    experts: int | None = None
+    """For ids of experts, their number; None if it is not known."""
 
     @property
     def place(self) -> str:
@@ -302,6 +304,7 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
         equation=proved.equation,
         residual=proved.residual,
         routing=proved.routing,
+        experts=proved.experts,
     )
 
 

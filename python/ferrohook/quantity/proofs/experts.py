@@ -107,38 +107,33 @@ def prove_experts(
             elif each.routed is not None:
                 routed = each.routed
                 proved.append(Proved(name, site, it.shape, routed.equation, routed.residual))
+        ids = proved[-len(it.sites)]
+        ids.experts = _count(look, each.routed, subject.model.get_submodule(it.path))
         if residual is not None and it.returned:
-            experts = subject.model.get_submodule(it.path)
-            proved[-len(it.sites)].routing = _routing(look, each.routed, it, experts)
+            ids.routing = _routing(look, each.routed, it)
     reasons = {name: reason for each, reason in missing.items() for name in each.names}
     return proved, reasons
 
 
-def _routing(look: Look, routed: Routed | None, chosen: _Chosen, experts: nn.Module) -> Routing:
-    """Returns where a module returns experts, their weights and, if it does, their logits.
+def _count(look: Look, routed: Routed | None, module: nn.Module) -> int | None:
+    """Returns the number of experts of a module; None if it is not known."""
+    if routed is not None:
+        return look.sites[routed.site].shape[-1]
+    # Each parameter of fused experts has all of them in its first dimension.
+    counts = {len(it) for it in module.parameters(recurse=False) if it.dim() > 1}
+    return counts.pop() if len(counts) == 1 else None
 
-    Args:
-        look: at the model.
-        routed: the router, if it is proved.
-        chosen: the experts and where they are returned.
-        experts: the module that has them.
-    """
+
+def _routing(look: Look, routed: Routed | None, chosen: _Chosen) -> Routing:
+    """Returns where a module returns experts, their weights and, if it does, their logits."""
     numbers, weights = chosen.sites
     if routed is None:
-        # Each parameter of fused experts has all of them in its first dimension.
-        counts = {len(it) for it in experts.parameters(recurse=False) if it.dim() > 1}
-        count = counts.pop() if len(counts) == 1 else None
-        return Routing(numbers.part, weights.part, None, count, reason=_NO_ROUTER)
+        return Routing(numbers.part, weights.part, reason=_NO_ROUTER)
     value = look.sites[routed.site].value
-    logits = [
-        site.part
-        for site, sighting in look.sites.items()
-        if site[:2] == numbers[:2] and sighting.value == value
-    ]
-    count = look.sites[routed.site].shape[-1]
-    if not logits:
-        return Routing(numbers.part, weights.part, None, count, reason=_ELSEWHERE)
-    return Routing(numbers.part, weights.part, logits[0], count)
+    for site, sighting in look.sites.items():
+        if site[:2] == numbers[:2] and sighting.value == value:
+            return Routing(numbers.part, weights.part, site.part)
+    return Routing(numbers.part, weights.part, reason=_ELSEWHERE)
 
 
 def _chosen_in(look: Look, mixture: Mixture, *, returned: bool = True) -> _Chosen | str:

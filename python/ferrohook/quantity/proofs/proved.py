@@ -29,6 +29,8 @@ class Proved:
     """Factor of the quantity in the stream behind the last block; None if it is no term of it."""
     routing: Routing | None = None
     """For ids of experts, where their module returns them and their weights."""
+    experts: int | None = None
+    """For ids of experts, their number; None if it is not known."""
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
@@ -40,6 +41,8 @@ pub struct Collector {
     keep: usize,
     /// Applied to each tensor, and to each gradient.
     convert: Option<Py<PyAny>>,
+    /// Dtypes to which integers are cast, by the index of their name.
+    casts: Option<Py<PyDict>>,
     gradients: bool,
     max_bytes: Option<usize>,
     /// Budget that it shares with other collectors of a request.
@@ -57,7 +60,7 @@ pub struct Collector {
 #[pymethods]
 impl Collector {
     #[new]
-    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop))]
+    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop, casts = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the options of capture, by keyword"
@@ -71,6 +74,7 @@ impl Collector {
         grads: bool,
         max_bytes: Option<usize>,
         stop: Option<u64>,
+        casts: Option<Py<PyDict>>,
     ) -> PyResult<Self> {
         let copy = match copy {
             "checked" => CopyMode::Checked,
@@ -89,6 +93,7 @@ impl Collector {
             copy,
             keep: keep.unwrap_or(usize::MAX),
             convert,
+            casts,
             gradients: grads,
             max_bytes,
             shared_budget: None,
@@ -247,6 +252,7 @@ impl Collector {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.convert)?;
+        visit.call(&self.casts)?;
         for kept in self.store.lock().kept.iter().flat_map(|it| &it.calls) {
             visit.call(&kept.value)?;
             for each in &kept.tensors {
@@ -273,6 +279,7 @@ impl Collector {
             copy: self.copy,
             keep: self.keep,
             convert: self.convert.as_ref().map(|convert| convert.clone_ref(py)),
+            casts: self.casts.as_ref().map(|casts| casts.clone_ref(py)),
             gradients: self.gradients,
             max_bytes: self.max_bytes,
             shared_budget,
@@ -512,7 +519,7 @@ impl Collector {
     /// True if values of many members of a batch can be stored together: tensors are stored as they
     /// are, without a graph.
     pub fn merges(&self) -> bool {
-        self.records_in_graph() && self.convert.is_none()
+        self.records_in_graph() && self.convert.is_none() && self.casts.is_none()
     }
 
     /// True if the tokens of several calls are read as one value, where their positions are known. Not
@@ -536,13 +543,22 @@ impl Collector {
         &self.names
     }
 
-    /// Prepares a tensor for storage: detached, converted or cloned.
-    pub fn keep_tensor<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// Prepares a tensor of a name for storage: detached, cast, converted or cloned.
+    pub fn keep_tensor<'py>(
+        &self,
+        index: usize,
+        tensor: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let mut kept = tensor.clone();
         // A tensor that requires no gradient is detached already.
         if self.detach && requires_grad(tensor)? {
             kept = kept.call_method0(intern!(py, "detach"))?;
+        }
+        if let Some(casts) = &self.casts
+            && let Some(dtype) = casts.bind(py).get_item(index)?
+        {
+            kept = kept.call_method1(intern!(py, "to"), (dtype,))?;
         }
         if self.convert.is_some() {
             kept = self.converted(&kept)?;

@@ -136,7 +136,7 @@ impl Again for KeepAgain {
         for_each_tensor(&value, &mut |tensor| {
             if collector.get().keeps_graph() {
                 // Save the forward's saved tensors again.
-                drop(collector.get().keep_tensor(tensor)?);
+                drop(collector.get().keep_tensor(*index, tensor)?);
             }
             let position = tapped.len();
             let mut taps = self.keep.tapped.get(position).copied().unwrap_or_default();
@@ -212,7 +212,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
 
     fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let this = self.collector.get();
-        let mut kept = this.keep_tensor(tensor)?;
+        let mut kept = this.keep_tensor(self.index, tensor)?;
         // The byte count covers the memory kept alive; and a later copy may miss autograd's graph.
         if self.shared && (this.counts() || requires_grad(&kept)?) {
             kept = owned(&kept)?;
