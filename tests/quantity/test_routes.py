@@ -656,6 +656,7 @@ def test_hostile_ids_are_refused_as_a_route_is_made(
         ),
         ("phimoe", fh.on("@experts.1", fh.Route([0, 4], [1.0, 1.0])), "has experts 0 to 3"),
         ("mixtral", fh.replay(drawn((3, 2))), "has 2 layers, and none for block 2"),
+        ("mixtral", fh.replay(torch.zeros(3, 3, 2, dtype=torch.uint8)), "ids of block 0 .*twice"),
         ("mixtral", fh.on("@router.1", fh.Route([0, 1])), "register it at '@experts.N'"),
         ("mixtral", fh.on("@expert_weights.1", fh.Route([0, 1])), "register it at '@experts.N'"),
         ("mixtral", fh.on("model.layers.1", fh.Route([0, 1])), "register it at '@experts.N'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -171,15 +171,17 @@ class Replay(_ByContent):
         """Returns the ids of one block.
 
         Raises:
-            HookTypeError: the array has no ids of the block.
-            ValueError: its ids do not fit, as in `Route`.
+            HookTypeError: the array has no ids of the block, or ids that `Route` refuses.
         """
         layers = self.ids.shape[-2]
         if block >= layers:
             msg = f"the array of replay has {layers} layers, and none for block {block}"
             raise HookTypeError(msg)
         ids = self.ids[..., block, :]
-        _check_rows(ids, f"ids of block {block} in the array of replay")
+        try:
+            _check_rows(ids, f"ids of block {block} in the array of replay")
+        except ValueError as error:
+            raise HookTypeError(str(error)) from error
         return RoutedIds(ids, None, self.start)
 
     def __repr__(self) -> str:
@@ -191,18 +193,25 @@ ROUTES: Final[Mapping[str, type[Route | Replay]]] = {"Route": Route, "Replay": R
 """The classes of routes by name, for JSON."""
 
 
-class RoutedIds(NamedTuple):
-    """Ids that tokens of one block take."""
+class RoutedIds:
+    """Ids that tokens of one block take.
 
-    ids: Tensor
-    weights: Tensor | None = None
-    start: int | None = None
-    """Position of the first row; None if that is the first one of the entry's `at`."""
+    Args:
+        ids: see `Route`.
+        weights: of these, if they are given.
+        start: position of the first row; None if that is the first one of the entry's `at`.
+    """
 
-    def of_tokens(
-        self, rows: Sequence[int], sequences: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns ids and weights of some tokens, (tokens, chosen); -1 for those without a row.
+    def __init__(
+        self, ids: Tensor, weights: Tensor | None = None, start: int | None = None
+    ) -> None:
+        self.ids, self.weights, self.start = ids, weights, start
+        left = ids[..., 0] == LEFT
+        self._left: Any = left.tolist() if bool(left.any()) else None
+        """Whether each row leaves its token to the router; None if none does."""
+
+    def of_tokens(self, rows: Sequence[int], sequences: Sequence[int]) -> tuple[list[int], Any]:
+        """Returns which of some tokens take experts, and the index of their rows of ids.
 
         Args:
             rows: number of each token's row of ids, which may not be there.
@@ -211,23 +220,35 @@ class RoutedIds(NamedTuple):
         Raises:
             HookError: a sequence has no ids.
         """
+        dims, left = self.ids.dim(), self._left
+        if dims == 1:
+            return [] if left else [*range(len(rows))], [0] * len(rows)
+        count, several = self.ids.shape[-2], dims > 2  # noqa: PLR2004 (tokens, chosen)
+        if several and max(sequences) >= len(self.ids):
+            msg = (
+                f"a Route has ids of {len(self.ids)} sequences, but row {max(sequences)} of a call "
+                "takes experts too"
+            )
+            raise HookError(msg)
+
+        def takes(place: int) -> bool:
+            row = rows[place]
+            if not 0 <= row < count:
+                return False
+            return left is None or not (left[sequences[place]][row] if several else left[row])
+
+        taking = [place for place in range(len(rows)) if takes(place)]
+        index: Any = torch.tensor([rows[place] for place in taking])
+        if several:
+            index = torch.tensor([sequences[place] for place in taking]), index
+        return taking, index
+
+    def at(self, index: Any) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of ids and weights at an index, (tokens, chosen)."""
         ids, weights = self.ids, self.weights
         if ids.dim() == 1:
-            of_all = None if weights is None else weights.expand(len(rows), -1)
-            return ids.expand(len(rows), -1), of_all
-        count = ids.shape[-2]
-        known = torch.tensor([0 <= row < count for row in rows])
-        index: Any = torch.tensor([min(max(row, 0), count - 1) for row in rows])
-        if ids.dim() > 2:  # noqa: PLR2004 (tokens, chosen)
-            if max(sequences) >= len(ids):
-                msg = (
-                    f"a Route has ids of {len(ids)} sequences, but row {max(sequences)} of a call "
-                    "takes experts too"
-                )
-                raise HookError(msg)
-            index = (torch.tensor(sequences), index)
-        taken = ids[index].where(known[:, None], LEFT)
-        return taken, None if weights is None else weights[index]
+            ids, weights = ids[None], None if weights is None else weights[None]
+        return ids[index], None if weights is None else weights[index]
 
 
 class BoundRoute(NamedTuple):
@@ -252,17 +273,16 @@ class BoundRoute(NamedTuple):
         Raises:
             HookTypeError: the output has no such tensors.
         """
-        routing, rule = self.routing, self.routing.rule
+        routing = self.routing
         own_ids, own_weights = _part(value, routing.ids), _part(value, routing.weights)
         new = own_ids.index_copy(0, places, ids.to(own_ids))
         if weights is not None:
             made = weights.to(own_weights)
-        elif rule is not None:
+        else:
+            rule = cast("RoutingRule", routing.rule)  # without one, `bound` refuses the route
             # Of all tokens, as in the model: torch rounds the last elements of a tensor otherwise.
             logits = _part(value, routing.logits)
             made = rule.weights(logits, new.long(), own_weights.dtype).index_select(0, places)
-        else:
-            raise HookTypeError(routing.reason)
         value = with_part(value, routing.ids, new)
         return with_part(value, routing.weights, own_weights.index_copy(0, places, made))
 
@@ -292,7 +312,6 @@ def bound(
 
     Raises:
         HookTypeError: the ids do not fit the block.
-        ValueError: the ids of the block are none.
     """
     if routing is None:
         msg = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ferrohook.effects.routing import Route
 from ferrohook.errors import HookTypeError
 from ferrohook.util.never_trace import never_trace
@@ -49,14 +51,12 @@ class TokenRoute:
             rows = [position - routed.start for position in positions]
         elif routed.ids.dim() > 1:
             rows = _numbers_of(self._route.at, positions, _prompts_of(sequences, prompts))
-        ids, weights = routed.of_tokens(rows, sequences)
-        taken = ids[:, 0] >= 0
-        if not bool(taken.any()):
+        taking, index = routed.of_tokens(rows, sequences)
+        if not taking:
             return None
-        if not bool(taken.all()):
-            places = places.index_select(0, taken.nonzero().flatten().to(places.device))
-            ids, weights = ids[taken], None if weights is None else weights[taken]
-        return self._route.change(value, places, ids, weights)
+        if len(taking) < len(rows):
+            places = places.index_select(0, torch.tensor(taking).to(places.device))
+        return self._route.change(value, places, *routed.at(index))
 
 
 def _prompts_of(sequences: Sequence[int], prompts: Sequence[int] | None) -> list[int]:

@@ -110,10 +110,7 @@ def masked(
         HookTypeError: it cannot change some positions only.
     """
     if isinstance(hook, BoundRoute):
-        if mask is None:
-            msg = "a Route needs the positions of tokens"
-            raise HookError(msg)
-        return RouteHook(TokenRoute(hook), hook.routing.ids, mask, tracker)
+        return RouteHook(TokenRoute(hook), hook.routing.ids, cast("int", mask), tracker)
     if isinstance(hook, Written) and hook.refuses_positions is not None:
         raise HookTypeError(hook.refuses_positions)
     return MaskedHook(hook, mask, tracker, condition=condition, strength=strength)

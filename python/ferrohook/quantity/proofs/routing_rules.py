@@ -103,8 +103,8 @@ def _samples(
     """
     casts = [(None, dtype), *((each, each) for each in _CASTS if each != dtype)]
     for cast, of_vectors in casts:
-        module = router if cast is None else copy.deepcopy(router).to(cast)
         try:
+            module = router if cast is None else copy.deepcopy(router).to(cast)
             with undisturbed():
                 made = []
                 for number, size in enumerate(_SIZES):
