@@ -202,7 +202,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                 Err(error) if is_fault(py, &error) => return Ok(Err(error)),
                 Err(error) => return Err(error),
             };
-            let replaces = merged.value.is_some();
+            let is_new = merged.value.is_some();
             changed = merged.value.or(changed);
             for (number, error) in merged.failed {
                 let hook = running[number];
@@ -214,7 +214,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                     };
                 }
             }
-            if let (Some(replaced), true) = (&mut replaced, replaces) {
+            if let (Some(replaced), true) = (&mut replaced, is_new) {
                 replaced.extend(running.iter().map(|hook| hook.member));
             }
             // The innermost first, as they are left in order.
