@@ -28,6 +28,8 @@ FEW = (
 IDS = token_ids()
 BEHIND = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Types whose hidden states begin behind the first block."""
+RULELESS = ("inkling_text", "phimoe")
+"""Types whose routers weigh experts by more than their ids: with a shared expert, or in order."""
 CUT = {"cpmant": slice(-IDS.shape[1], None), "prophetnet": slice(IDS.shape[1])}
 """Types that leave out tokens of their own, those of a prompt and of n-grams."""
 
@@ -106,6 +108,23 @@ def test_patterns_are_what_eager_attention_returns(
         number = int(name.rpartition(".")[2])
         expected = returned[number] if len(returned) > number else found[names.index(name)]
         torch.testing.assert_close(acts[name], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_own_experts_that_a_plan_names_change_no_bit(
+    kind: str, model: Any, table: fh.Quantities
+) -> None:
+    names = [name for name in table if name.startswith("@experts.")]
+    if not names:
+        pytest.skip("no experts are proved")
+    rules = [table[name].routing.rule for name in names]  # type: ignore[union-attr]
+    assert (None in rules) == (kind in RULELESS)
+    if kind in RULELESS:
+        pytest.skip("ids do not define weights")
+    with torch.no_grad(), fh.capture(model, names) as acts:
+        plain = model(input_ids=IDS).logits
+    routes = [fh.on(name, fh.Route(acts[name].view(*IDS.shape, -1))) for name in names]
+    with torch.no_grad(), fh.Plan(*routes).open(model):
+        assert torch.equal(model(input_ids=IDS).logits, plain)
 
 
 def test_routers_are_what_the_model_returns_as_router_logits(
