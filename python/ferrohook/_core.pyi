@@ -39,6 +39,7 @@ __all__ = [
     "Registry",
     "RequestBase",
     "RootCalls",
+    "RouteHook",
     "ShapeDetector",
     "SitesBase",
     "Stop",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from itertools import accumulate
 from math import isnan
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class GateReader:
         """Reading of its gate."""
         return self._gate.reading
 
-    def at(self, places: Sequence[Place]) -> list[GateReader]:
+    def at(self, places: Sequence[Place]) -> list[Self]:
         """Returns a reader for each of several places, whose values are summed."""
         readers = [copy.copy(self) for _ in places]
         for number, (reader, place) in enumerate(zip(readers, places, strict=True)):
