@@ -27,7 +27,7 @@ class Tokens(nn.Sequential):
 
 
 class Known(NamedTuple):
-    """A dictionary, and what it was made of."""
+    """A dictionary, and its weights."""
 
     kind: str
     normalization: str

@@ -1,4 +1,4 @@
-"""Gates: what is refused, NaN, order, gradients, checkpoints, graphs, heads, structures."""
+"""Gates: refusals, NaN, order, gradients, checkpoints, graphs, heads, structures."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_window_needs_its_own_tokens_only() -> None:
 
 
 def test_a_token_that_runs_again_has_its_first_reading() -> None:
-    """A later entry of the same forward would change what is read: the stored reading counts."""
+    """A later entry of the same forward would change the vector: the stored reading counts."""
     plan = fh.Plan(
         fh.gate("g", f"{LAYERS}.0", fh.Norm()),
         fh.keep("@gate.g"),

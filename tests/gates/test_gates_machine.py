@@ -426,7 +426,7 @@ def test_generate_with_padding(scene: Scene, rows: list[list[int]], new: int) ->
 @given(data=st.data(), texts=st.lists(texts, min_size=2, max_size=4))
 @run_settings
 def test_members_of_a_batch(data: Any, texts: list[list[int]]) -> None:
-    """Requests with plans of their own that share forwards: the prompts, then tokens together."""
+    """Requests with different plans that share forwards: the prompts, then tokens together."""
     model = model_of(hooked=True)
     drawn = [data.draw(scenes()) for _ in texts]
     new = data.draw(st.integers(0, 3))
@@ -469,7 +469,7 @@ def test_members_of_a_batch(data: Any, texts: list[list[int]]) -> None:
 
 
 def test_threads_share_a_model() -> None:
-    """Each thread has requests with gates of its own."""
+    """Each thread has its requests with gates."""
     model = model_of(hooked=True)
     alone = []
     for seed in range(4):

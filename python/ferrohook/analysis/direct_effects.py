@@ -55,12 +55,12 @@ class DirectEffects(Printed):
     """Terms of a metric, see `direct_effects`. `print` and notebooks show the largest."""
 
     features: Sequence[FeatureEffect]
-    """Of all active features, those of the largest effect, positive or negative, first."""
+    """Of all active features, by decreasing size of the effect."""
     sources: Effects
     """What is no feature, by place and position: embeddings, the errors of the reconstructions, and
     the outputs of MLPs without a dictionary."""
     biases: float
-    """All biases together, those of dictionaries included."""
+    """All biases together, also the dictionaries'."""
     metric: float
     """Value of the metric: the sum of all."""
     tokens: Sequence[str] | None = None
@@ -105,8 +105,8 @@ def direct_effects(
     """Splits a logit into the direct effects of features, errors, embeddings and biases.
 
     The first step of an attribution graph, as circuit-tracer draws them: attention patterns and
-    the scales of norms are constants of this call, so that the metric is a sum over what is added
-    to the residual stream. A feature's term is its value times the gradient along what it writes.
+    the scales of norms are constants of this call, so that the metric is a sum over the additions
+    to the residual stream. A feature's term is its value times the gradient along its decoder row.
     Effects that pass through later MLPs are those MLPs' own features and errors.
 
     The sum is checked: it is the metric up to rounding, or the model has another way in which a
@@ -166,7 +166,7 @@ def _by_place(dictionaries: list[Any]) -> dict[str, Dictionary]:
 
 
 class _Linearized:
-    """A call of a model with constant patterns and scales: linear in what the stream gets.
+    """A call of a model with constant patterns and scales: linear in the additions to the stream.
 
     Args:
         model: the model.
@@ -199,7 +199,7 @@ class _Linearized:
             self._norms = self._find_norms()
 
     def _find_norms(self) -> dict[str, list[FrozenNorm]]:
-        """Finds the norms of the model, by what they compute: one for each of their calls."""
+        """Finds the norms of the model by calling its modules: one for each of their calls."""
         seen: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
         def look(name: str) -> Any:
@@ -292,7 +292,7 @@ class _Linearized:
         """Calls the linearised model.
 
         Args:
-            added: takes the leaves: what the stream gets at each place; None for zeros instead.
+            added: takes the additions to the stream, by place; None for zeros instead.
 
         Returns:
             The metric.
@@ -344,7 +344,7 @@ class _Linearized:
         left: Tensor,
         features: list[FeatureEffect],
     ) -> float:
-        """Splits what a dictionary writes into its features; `left` keeps the error.
+        """Splits the tensor at a dictionary's place into features; `left` keeps the error.
 
         Returns:
             The effect of its bias.

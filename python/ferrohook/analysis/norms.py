@@ -27,7 +27,7 @@ class FrozenNorm(NamedTuple):
     """(width,)."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Returns what the norm makes of a term of its input, without the bias, in float64."""
+        """Applies the norm to a term of its input, without the bias, in float64."""
         return _gained(tensor, self.gain, centred=self.centred) * self.scale
 
     @classmethod

@@ -59,7 +59,7 @@ class Dictionary:
         apply_b_dec_to_input: encode `x - b_dec`; not for transcoders.
         rescale_acts_by_decoder_norm: multiply `pre` by the norms of the decoder's rows, for
             `"topk"` and `"abstopk"`; decoding divides by them.
-        normalize_activations: what is done to the input first and undone after decoding:
+        normalize_activations: normalisation of the input, undone after decoding:
             `"none"`, `"layer_norm"` or `"constant_norm_rescale"`.
         transcoder: it writes another tensor than the one that it reads.
         reads: place of the tensor that it reads, such as `"@resid_post.8"`.
@@ -149,7 +149,7 @@ class Dictionary:
         self.reads = reads
         """Place of the tensor that it reads; None if unknown."""
         self.writes = writes if transcoder else reads
-        """Place of the tensor that it writes; an autoencoder writes what it reads."""
+        """Place of the tensor that it writes; for an autoencoder the one that it reads."""
         self.name = name
         """Its name in the JSON of plans; None without one."""
         self.max_activations = self._checked_maxima(max_activations)
@@ -252,7 +252,7 @@ class Dictionary:
 
         Args:
             values: of features, (..., d_sae).
-            x: what was encoded, for a dictionary that normalises its input or has a skip
+            x: the encoded tensor, for a dictionary that normalises its input or has a skip
                 connection.
 
         Returns:
@@ -277,10 +277,10 @@ class Dictionary:
         return decoded if x is None or self.transcoder else decoded.reshape(x.shape)
 
     def skip(self, x: Tensor) -> Tensor | None:
-        """Returns what the skip connection adds to the reconstruction, (..., d_out).
+        """Returns the skip connection's part of the reconstruction, (..., d_out).
 
         Args:
-            x: what is encoded.
+            x: the encoded tensor.
 
         Returns:
             None if it has none.
@@ -289,11 +289,11 @@ class Dictionary:
         return None if skip is None else flattened(self, x).to(self.dtype) @ skip.T
 
     def written(self, index: Tensor, x: Tensor) -> Tensor:
-        """Returns what a value of 1 of some features adds to the reconstruction of one vector.
+        """Returns the vectors that features of value 1 add to a reconstruction.
 
         Args:
             index: numbers of features, (features,).
-            x: what was encoded, (d_in,).
+            x: the encoded vector, (d_in,).
 
         Returns:
             (features, d_out).

@@ -82,7 +82,7 @@ class FeatureValues:
             return encode(self.dictionary.formula, self.columns(x), x)
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the features' values among those of all, (..., d_sae)."""
+        """Returns the features' values, from all values, (..., d_sae)."""
         return values.index_select(-1, self.columns(values)["index"])
 
 

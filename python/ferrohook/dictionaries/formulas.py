@@ -78,7 +78,7 @@ def decode(formula: Formula, weights: Weights, values: Tensor, x: Tensor | None)
         formula: of the dictionary.
         weights: by name; of the dtype of `values`.
         values: (..., features).
-        x: what was encoded, (..., d_in), where `needs_input` is True.
+        x: the encoded tensor, (..., d_in), where `needs_input` is True.
 
     Returns:
         The reconstruction, (..., d_out).

@@ -29,7 +29,7 @@ class StoredWeights:
         ] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns the tensors on a device, those of floating point in a dtype."""
+        """Returns the tensors on a device, tensors of floating point in a dtype."""
         found = self._copies.get((device, dtype))
         if found is None:
             with torch.inference_mode(mode=False):  # a later call may record a graph

@@ -105,7 +105,7 @@ ONLY_AT_EXPERTS: Final = (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Route(_ByContent):
-    """Tokens take these experts, in place of those that the router chooses.
+    """Tokens take these experts, in place of the router's choice.
 
     An entry of a plan takes it at `"@experts.N"`: `fh.on("@experts.3", fh.Route(ids))`. Without
     weights the model's own rule is applied to the router's logits at these ids, so that gradients
@@ -141,7 +141,7 @@ class Route(_ByContent):
 
     @property
     def by_position(self) -> bool:
-        """True if tokens have rows of their own."""
+        """True if each token has its row."""
         return self.ids.dim() > 1
 
     def of_block(self, _block: int) -> RoutedIds:

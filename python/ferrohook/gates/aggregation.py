@@ -106,7 +106,7 @@ def aggregated(
         readings: in order of position.
         counts: for each value the number of readings up to its token: at least 1, and the size of a
             window. With "prompt", the readings of the prompt only.
-        running: what was found after each of the first readings, as an earlier call left it; empty
+        running: results after each of the first readings, as an earlier call left them; empty
             at first. The call extends it.
     """
     if over == "token" or (by == "last" and not isinstance(over, Ema)):
@@ -131,7 +131,7 @@ def _reduced(by: By, readings: Sequence[float]) -> float:
 def _extend(
     over: Over, by: By, readings: Sequence[float], count: int, running: list[float]
 ) -> None:
-    """Extends what is found after each reading to so many of them; a mean's are the sums."""
+    """Extends the results after each reading to so many of them; a mean's are the sums."""
     if count <= len(running):
         return
     new = readings[len(running) : count]
@@ -189,5 +189,5 @@ def recorded(
 
 
 def float32(number: float) -> float:
-    """Rounds a number to float32, the precision of readings and of what is compared with them."""
+    """Rounds a number to float32, the precision of readings and their bounds."""
     return c_float(number).value

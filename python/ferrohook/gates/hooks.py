@@ -96,7 +96,7 @@ class GateReader:
     def store(
         self, request: GatedRequest, tokens: GateTokens, readings: list[float], read: Tensor
     ) -> None:
-        """Stores what was read; `read`: the same as a tensor.
+        """Stores readings; `read`: the same as a tensor.
 
         Raises:
             HookError: see `GateStates.add`.
@@ -190,7 +190,7 @@ class JoinedReaders:
 
 
 def _of_place(place: Place, vectors: Tensor) -> Tensor:
-    """Returns what is meant of the vectors of a module."""
+    """Returns the part of a module's vectors at a place."""
     if place.multiplier != 1:
         vectors = vectors * place.multiplier
     return vectors if place.head is None else place.head.of(vectors)

@@ -125,7 +125,7 @@ def reading_key(reading: Reading) -> tuple[Any, ...]:
 
 
 class JoinedReading:
-    """Readings of one [key](reading_key), each for tokens of its own.
+    """Readings of one [key](reading_key), each for its tokens.
 
     Args:
         readings: at least one.

@@ -97,7 +97,7 @@ class _Row:
         stored = dict(zip(positions, readings, strict=True))
         stored |= zip(self.positions, self.readings, strict=True)
         if len(stored) > len(self.positions):
-            # Readings before others: what was found after these has changed.
+            # Readings before others: later values have changed.
             self.running.clear()
             self.positions = sorted(stored)
             self.readings = [stored[position] for position in self.positions]
@@ -316,7 +316,7 @@ class GateStates:
             places_known = [place for place, count in enumerate(counts) if count]
             known = [counts[place] for place in places_known]
             value = recorded(gate.over, gate.by, readings, graph, known)
-            # Zeros with a gradient: the values are those that the host found.
+            # Zeros with a gradient: the host found the values.
             index = torch.tensor(places_known, device=value.device)
             changes = value.new_zeros(len(counts)).index_copy(
                 0, index, (value - value.detach()).nan_to_num()
@@ -384,7 +384,7 @@ def _counts(
     counts = [0 if each is None else bisect_right(read, each) for each in at]
     if isinstance(gate.over, Window):
         counts = [count if count >= gate.over.size else 0 for count in counts]
-    elif gate.over == "token":  # not those that the gate does not count
+    elif gate.over == "token":  # but for tokens that the gate does not count
         counts = [
             count if count and read[count - 1] == each else 0
             for count, each in zip(counts, at, strict=True)

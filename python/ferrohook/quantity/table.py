@@ -1,4 +1,4 @@
-"""Tables of quantities: what is proved, by which equation, and what is not."""
+"""Tables of quantities: the proved ones with their equations, and reasons for the others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Quantity:
     dimensions: tuple[str, ...]
     """Names of the dimensions: batch, tokens, width and others."""
     writable: bool
-    """True if what is written there arrives as the equation says."""
+    """True if a write there arrives as the equation says."""
     equation: str
     residual: float
     """Largest difference of the equation's sides, relative to the largest element."""
@@ -60,7 +60,7 @@ class Quantity:
     """Factor of the quantity in the stream behind the last block, where the stream is multiplied on
     the way; None if it is no term of that stream, or passes a norm before."""
     routing: Routing | None = None
-    """For ids of experts, where a module returns them and their weights: what a `Route` needs."""
+    """For ids of experts, where a module returns them and their weights, for a `Route`."""
     experts: int | None = None
     """For ids of experts, their number; None if it is not known."""
 
@@ -87,7 +87,7 @@ class Quantities(Mapping[str, Quantity]):
 
     Args:
         found: the quantities that are proved.
-        missing: reasons of those that are not there or not proved, by name.
+        missing: reasons for quantities that are not there or not proved, by name.
         model: name of the model's class.
     """
 
@@ -280,7 +280,7 @@ def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def table_of(model: nn.Module, findings: Findings) -> Quantities:
-    """Makes the table of what was found in a model."""
+    """Makes the table of a model's quantities."""
     found = [_quantity(each, findings.example) for each in findings.proved]
     named = {each.name: each for each in found}
     missing = {name: it for name, it in findings.missing.items() if f"{SIGN}{name}" not in named}

@@ -2,7 +2,7 @@
 
 # In one forward each such module gets other numbers and weights. Then it is called again with two
 # parts of them: an expert whose weight is 0 adds nothing, so the two outputs add up to its own.
-# Numbers and weights stand where one module returns both, if what is written there arrives, else
+# Numbers and weights stand where one module returns both, if a write there arrives, else
 # where the module with the experts takes them.
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def prove_experts(
         mixtures: blocks with experts.
 
     Returns:
-        The quantities, and the reasons of those that are not proved.
+        The quantities, and reasons for the ones that are not proved.
     """
     chosen = {each: _chosen_in(look, each) for each in mixtures}
     found = {each: it for each, it in chosen.items() if not isinstance(it, str)}

@@ -1,4 +1,4 @@
-"""Routers: logits by which a mixture of experts chooses and weighs its experts."""
+"""Routers: the logits that choose and weigh the experts of a mixture."""
 
 # A module that has experts takes their numbers and weights, a row for each position, or for each of
 # them all positions times their weights. The router is the first tensor of which these weights are

@@ -1,7 +1,7 @@
 """Rules of routers: how they weigh experts, whichever they are."""
 
 # A router is called with noise in place of its vectors, in the model's own dtype and in copies of
-# other dtypes. The rule is the one that gives the weights of its own experts from its own logits,
+# other dtypes. The rule is the one that gives the router's weights from its logits and its choice,
 # bit for bit in all of these calls.
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Sample:
 def _samples(
     router: nn.Module, call: tuple[Any, Any], routing: Routing, dtype: torch.dtype
 ) -> Iterator[list[_Sample]]:
-    """Yields what a router returns for noise, in the model's own dtype and then in others.
+    """Yields a router's outputs for noise, in the model's own dtype and then in others.
 
     Raises:
         HookError: it fails in the model's own dtype.

@@ -114,5 +114,5 @@ impl Native for RouteHook {
     }
 }
 
-// Each member has ids of its own.
+// Each member has its ids.
 impl InBatch for RouteHook {}
