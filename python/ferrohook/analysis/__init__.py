@@ -13,6 +13,9 @@ Examples:
 # independent. The metric gets the output of each copy (`calls.py`), as in a loop by hand.
 
 from ferrohook.analysis.ablating import ablation as ablation
+from ferrohook.analysis.activity import ActiveFeatures as ActiveFeatures
+from ferrohook.analysis.activity import FeatureActivity as FeatureActivity
+from ferrohook.analysis.activity import active_features as active_features
 from ferrohook.analysis.direct import direct_logit_attribution as direct_logit_attribution
 from ferrohook.analysis.direct_effects import DirectEffects as DirectEffects
 from ferrohook.analysis.direct_effects import FeatureEffect as FeatureEffect
@@ -26,13 +29,16 @@ from ferrohook.analysis.thresholds import ThresholdTable as ThresholdTable
 from ferrohook.analysis.thresholds import threshold as threshold
 
 __all__ = [
+    "ActiveFeatures",
     "DirectEffects",
     "Effects",
+    "FeatureActivity",
     "FeatureEffect",
     "Lens",
     "ThresholdTable",
     "ablation",
     "activation_patching",
+    "active_features",
     "attribution_patching",
     "direct_effects",
     "direct_logit_attribution",

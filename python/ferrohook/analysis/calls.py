@@ -89,6 +89,17 @@ class ModelCall(NamedTuple):
         mask = self.kwargs.get("attention_mask")
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None  # noqa: PLR2004 (rows, positions)
 
+    def token_ids(self, shape: torch.Size) -> Tensor | None:
+        """Returns the argument that has an integer for each position; None if there is none.
+
+        Args:
+            shape: (rows, positions).
+        """
+        first = self.kwargs.get("input_ids", next(iter(self.args), None))
+        if isinstance(first, Tensor) and first.shape == shape and not first.is_floating_point():
+            return first.cpu()
+        return None
+
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""
         return model(*self.args, **self.kwargs)

@@ -148,16 +148,8 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
             ids.append(likeliest.indices.cpu())
             probabilities.append(likeliest.values.cpu())
             advance()
-    inputs = None if decode is str else _token_ids(call, ids[0].shape[:2])
+    inputs = None if decode is str else call.token_ids(ids[0].shape[:2])
     return Lens([*states], torch.stack(ids), torch.stack(probabilities), decoding, tokens, inputs)
-
-
-def _token_ids(call: ModelCall, shape: torch.Size) -> Tensor | None:
-    """Returns the argument that has an integer for each position; None if there is none."""
-    first = call.kwargs.get("input_ids", next(iter(call.args), None))
-    if isinstance(first, Tensor) and first.shape == shape and not first.is_floating_point():
-        return first.cpu()
-    return None
 
 
 def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
