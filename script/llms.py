@@ -30,6 +30,10 @@ FRONTS = (
     "service",
     "client",
 )
+INTERNAL = {
+    *("at_part", "content", "extra_repr", "fits", "formula", "needs", "of_block", "vector_as")
+}
+"""Methods that other classes of the package call."""
 INTRODUCTION = """\
 # ferrohook
 
@@ -89,7 +93,7 @@ def described(name: str, value: Any) -> list[str]:
         likewise = ""
         for each in sorted({name for owner in (value, *native) for name in vars(owner)}):
             member = inspect.getattr_static(value, each)
-            if each.startswith(("_", "extra_repr", "formula")) or _is_override(value, each):
+            if each.startswith("_") or each in INTERNAL or _is_override(value, each):
                 continue
             sentence = (inspect.getdoc(member) or "").partition("\n\n")[0]
             if found := re.search(rf"see `((?!{name}\b)\w+)\.{each}`", sentence):

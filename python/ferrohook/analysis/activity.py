@@ -146,13 +146,12 @@ def active_features(  # noqa: PLR0913 (options by keyword)
                 counts += (values != 0).sum(0)
             advance()
     order = largest.sort(descending=True, stable=True).indices[:top]
-    found = [
-        FeatureActivity(
-            feature, float(largest[feature]), *places[feature].tolist(), int(counts[feature])
-        )
-        for feature in order.tolist()
-        if largest[feature] > 0
-    ]
+    found = []
+    for feature in order.tolist():
+        if (value := float(largest[feature])) > 0:
+            row, position = places[feature].tolist()
+            count = int(counts[feature])
+            found.append(FeatureActivity(feature, value, row, position, count))
     if not found:
         msg = f"no feature of {dictionary!r} is active in these texts"
         raise HookError(msg)
