@@ -234,7 +234,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: transcoder(0, "relu", width=5),
         fh.HookTypeError,
-        r"of shape \(..., 5\)",
+        "writes vectors of width 5, @mlp_out.0 has 12",
     ),
     (
         lambda: dictionary_of("relu", transcoder=True, reads="@mlp_in.0", writes="@pattern.0"),

@@ -253,7 +253,7 @@ HOSTILE = [
     ({**ZERO, "priority": 2**63}, "entries[1].priority: .*64-bit"),
     ({**ZERO, "phase": "backward", "at": 1}, "entries[1]: "),
     ({**ZERO, "on_error": "run"}, "entries[1]: "),
-    ({**ZERO, "hook": "Zero"}, "entries[1].hook: .* type is one of Feature, Add, Scale,"),
+    ({**ZERO, "hook": "Zero"}, "entries[1].hook: .* type is one of Add, Scale,"),
     ({**ZERO, "hook": {"type": "__class__"}}, "entries[1].hook: .*, got '__class__'"),
     ({**ZERO, "hook": {"type": "Add"}}, "entries[1].hook: .*'vector'"),
     ({**ZERO, "hook": {"type": "Zero", "vector": 1}}, "entries[1].hook: unknown key 'vector'"),
