@@ -122,6 +122,15 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     decoding: Any = getattr(decode, "decode", decode)
     expect_callable(decoding, "decode must be a tokenizer or a function of a token id")
     targets, call = Targets(model, dictionary.reads), ModelCall.of(inputs, "inputs")
+
+    def values_of(row: int, x: Tensor) -> Tensor:
+        """Returns the values of all features in a text, (positions, d_sae); 0 where left out."""
+        values = dictionary.encode(x).float().cpu()
+        values[:skip_first] = 0
+        if call.mask is not None:
+            values[~call.mask[row]] = 0
+        return values
+
     largest = torch.full((dictionary.d_sae,), -torch.inf)
     places = torch.zeros(dictionary.d_sae, 2, dtype=torch.int64)
     counts = torch.zeros(dictionary.d_sae, dtype=torch.int64)
@@ -132,10 +141,7 @@ def active_features(  # noqa: PLR0913 (options by keyword)
             (x,) = targets.read(batch, cloned)[0].values()
             for own in x:
                 number = len(read)
-                values = _values(dictionary, own)
-                values[:skip_first] = 0
-                if call.mask is not None:
-                    values[~call.mask[number]] = 0
+                values = values_of(number, own)
                 read.append(own)
                 best, position = values.max(0)
                 better = best > largest
@@ -156,16 +162,8 @@ def active_features(  # noqa: PLR0913 (options by keyword)
         msg = f"no feature of {dictionary!r} is active in these texts"
         raise HookError(msg)
     kept = torch.tensor([each.feature for each in found])
-    values = torch.stack([_values(dictionary, own)[:, kept] for own in read])
-    values[:, :skip_first] = 0
-    if call.mask is not None:
-        values[~call.mask] = 0
+    values = torch.stack([values_of(row, own)[:, kept] for row, own in enumerate(read)])
     ids = call.token_ids(values.shape[:2])
     labels = torch.arange(values.shape[1]).expand(len(values), -1) if ids is None else ids
     texts = [[(str if ids is None else decoding)(each) for each in row] for row in labels.tolist()]
     return ActiveFeatures(found, values, texts)
-
-
-def _values(dictionary: Dictionary, x: Tensor) -> Tensor:
-    """Returns the values of all features at the tokens of a text, (positions, d_sae)."""
-    return dictionary.encode(x).float().cpu()

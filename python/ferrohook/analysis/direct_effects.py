@@ -57,8 +57,8 @@ class DirectEffects(Printed):
     features: Sequence[FeatureEffect]
     """Of all active features, by decreasing size of the effect."""
     sources: Effects
-    """What is no feature, by place and position: embeddings, the errors of the reconstructions, and
-    the outputs of MLPs without a dictionary."""
+    """Other terms, by place and position: embeddings, the errors of the reconstructions, and the
+    outputs of MLPs without a dictionary."""
     biases: float
     """All biases together, also the dictionaries'."""
     metric: float
@@ -254,10 +254,7 @@ class _Linearized:
             if (dictionary := self._dictionaries.get(name)) is not None:
                 biases += self._split(name, dictionary, gradient, left, features)
             names.append(f"{name} error" if dictionary is not None else name)
-            by_token = (left * gradient).flatten(2).sum(-1)
-            rows.append(
-                by_token.expand(self._call.rows, -1).sum(0) if len(left) > 1 else by_token[0]
-            )
+            rows.append((left * gradient).flatten(2).sum((0, 2)))
         features.sort(key=lambda it: -abs(it.effect))
         values = torch.stack(rows).cpu()
         if tokens is not None:
@@ -328,7 +325,7 @@ class _Linearized:
         with Scope() as scope, contextlib.ExitStack() as stack:
             for name, norms in self._norms.items():
                 register(self._model, name, _linear(norms), scope=scope)
-            # What is read may be the output of a norm.
+            # Norms come first: a dictionary may read the output of one.
             changes = {name: note(name) for name in self._read.names}
             changes |= {name: constant(name) for name in self._frozen}
             leaves = {name: leaf(name) for name in self._leaves.names}

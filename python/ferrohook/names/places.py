@@ -247,9 +247,7 @@ class Written:
         if new is None:
             return None
         self._check(new, quantity)
-        if (
-            place.experts is not None
-        ):  # captured ids have a smaller dtype, with which none can index
+        if place.experts is not None:  # captured ids have a smaller dtype, which cannot index
             new = new.to(tensor.dtype)
         new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
