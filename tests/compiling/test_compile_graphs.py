@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -244,3 +245,20 @@ def test_a_hook_that_no_graph_has_is_still_warned_of() -> None:
             fh.register(model, "0", lambda *_: None, phase="backward"),
         ):
             torch.compile(model, backend="eager")(x)
+
+
+@pytest.mark.parametrize("how", ["prepared", "hooked"])
+def test_a_graph_serves_all_openings_of_a_plan(how: str) -> None:
+    """Nothing of ours is open in between, so its classes are garbage unless they are kept."""
+    model, counter = layered(), CompileCounter()
+    target = fh.HookedModule(model) if how == "hooked" else model
+    plan = fh.Plan(fh.on("3", fh.Add(torch.ones(4))))
+    compiled = torch.compile(target, backend=counter, fullgraph=True)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            with plan.prepare(model) as prepared, prepared.open():
+                assert close(compiled(x), target(x))
+            del prepared
+            gc.collect()
+    assert counter.frame_count == 1

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DYNAMO = "torch._dynamo"
+# A graph is compiled for the class that a module has while hooks are open, and again if that class
+# was collected in between. Classes that nobody can import again may go, with their generated ones.
+_KEPT: list[type] = []
 
 
 def common_subclass(
@@ -23,6 +26,8 @@ def common_subclass(
     in_place: bool = False,
 ) -> type:
     """Returns the subclass of `base` and `plain`, the same object while anything refers to it.
+
+    For a `plain` that can be imported, the same until the process ends.
 
     It equals `plain`, unless that has a metaclass.
 
@@ -54,7 +59,14 @@ def common_subclass(
         ):
             made = _make_class(metaclass, name, (plain, base), namespace)
         made = generated_class(base, plain, made)
+        if _stays(plain):
+            _KEPT.append(made)
     return cast("type", made)
+
+
+def _stays(plain: type) -> bool:
+    """Tells whether a class is an attribute of its module, which outlives every instance."""
+    return getattr(sys.modules.get(plain.__module__), plain.__name__, None) is plain
 
 
 def _make_class(
