@@ -16,6 +16,7 @@ from ferrohook.engines.transformers import attach, generate_batch
 from ferrohook.engines.transformers.steps import ROWS
 from support.engines import batching
 from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
+from support.routes import check_routes
 
 SIZES = {
     "vocab_size": 64,
@@ -131,27 +132,7 @@ def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: An
 def test_requests_take_their_own_experts(model: Any) -> None:
     if model.config.model_type != "qwen2_moe":
         pytest.skip("without a mixture of experts")
-    torch.manual_seed(1)
-    longest = max(map(len, PROMPTS)) + NEW
-    arrays = [torch.rand(longest, 4, 4).argsort(-1)[..., :2] for _ in PROMPTS]
-    kept = fh.Plan(fh.keep(["@experts.*", "@expert_weights.*"]))
-    plans = [fh.Plan(fh.replay(array)) + kept for array in arrays[:-1]]
-    generated = fh.on("@experts.1", fh.Route([[3, 0], [1, 2]]), at="generated")
-    plans.append(fh.Plan(generated) + kept)
-    asked = [(prompt, plan.to_json()) for prompt, plan in zip(PROMPTS, plans, strict=True)]
-    found = generate(model, asked)
-    for (prompt, text), each, array in zip(asked, found, arrays, strict=True):
-        tokens, acts = alone(model, fh.Plan.from_json(text), prompt, NEW)
-        assert each[0] == tokens
-        for name, whole in acts.items():
-            taken = each[1][name]
-            torch.testing.assert_close(taken, whole[: len(taken)], rtol=1e-4, atol=1e-5)
-            kind, _, block = name.rpartition(".")
-            if kind == "@experts" and "Replay" in text:
-                assert torch.equal(taken, array[: len(taken), int(block)])
-    *_, last = found
-    steps = last[1]["@experts.1"][len(PROMPTS[-1]) :]
-    assert steps[:2].tolist() == [[3, 0], [1, 2]]
+    check_routes(model, lambda asked: generate(model, asked))
 
 
 def test_only_transformers_takes_a_model() -> None:

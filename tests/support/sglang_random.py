@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
+from http import HTTPStatus
 from pathlib import Path
 
 import support.engines
-from support.quantity_plans import check_router, differing, wrong_plans
+from support.quantity_plans import PROMPTS, check_router, differing, wrong_plans
+from support.routes import BAD_ROUTES, check_routes
 from support.serving import EOS, random_jobs, save_model, wrong_answers
 
 NEW = 12
@@ -28,7 +31,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={})
     found = parser.parse_args()
 
-    from support.sglang_engine import Local, serve, serve_plans  # noqa: PLC0415 (imports SGLang)
+    from support.sglang_engine import Local, request, serve, serve_plans  # noqa: PLC0415 (imports SGLang)
 
     support.engines.EOS = EOS
     folder = Path(tempfile.mkdtemp())
@@ -40,6 +43,11 @@ def main() -> None:
     table = local.worker.loaded_model().modules.named.table
     if "@router.1" in table:
         check_router(model, lambda asked: serve_plans(local, asked))
+        check_routes(model, lambda asked: serve_plans(local, asked))
+        for text, reason in BAD_ROUTES:
+            finish = local.run([[request("bad", PROMPTS[0], text)]])["bad"]["finish"]
+            assert finish["status_code"] == HTTPStatus.BAD_REQUEST, finish
+            assert re.search(reason, finish["message"]), (reason, finish["message"])
     batches = [each for each in local.sent if hasattr(each, "rids")]
     numbers = {
         "answered": len(answers),

@@ -55,6 +55,9 @@ class RoutingRule(NamedTuple):
 SCORES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "softmax(router)[ids]": lambda logits, ids: logits.softmax(dim=-1).gather(-1, ids),
     "softmax(router[ids])": lambda logits, ids: logits.gather(-1, ids).softmax(dim=-1),
+    "exp(router[ids] - logsumexp(router))": lambda logits, ids: (
+        logits.gather(-1, ids) - logits.logsumexp(dim=-1, keepdim=True)
+    ).exp(),
     "sigmoid(router)[ids]": lambda logits, ids: logits.sigmoid().gather(-1, ids),
     "sigmoid(router[ids])": lambda logits, ids: logits.gather(-1, ids).sigmoid(),
 }

@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.effects.interventions import Add, Replace
+from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
 from ferrohook.engines.model.step_values import check_slice, check_width
+from ferrohook.errors import HookTypeError
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ferrohook.effects.intervention import Intervention
     from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 
+_NO_ROUTES: Final = "a compiled engine chooses no other experts: start it with enforce_eager=True"
 _NO_GATES: Final = (
     "a compiled engine evaluates no gates, conditions and strengths: start it with "
     "enforce_eager=True"
@@ -33,13 +36,16 @@ _CROSSING: Final = {
     "python": (
         "plans are sent between processes as JSON, which cannot hold Python functions or objects"
     ),
-    "route": "a Route needs a model of transformers outside of vLLM and SGLang",
     "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
+_TOKENS_AND_CHOSEN: Final = 2
+"""Dimensions of ids of one sequence."""
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index"}, _CROSSING)
+EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index", "route"}, _CROSSING)
 """Of engines that evaluate Python in each step."""
-_COMPILED: Final = BackEnd(_KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES))
+_COMPILED: Final = BackEnd(
+    _KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES) | {"route": _NO_ROUTES}
+)
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
@@ -76,6 +82,10 @@ def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
     names, rest = modules.split(entry.what)
     if isinstance(entry, GateEntry):
         return [_gate_at(entry, modules)]
+    if isinstance(entry, HookEntry) and isinstance(entry.hook, Route | Replay):
+        _check(entry, modules)
+        _check_route(entry.hook, [] if rest else names, modules)
+        return [dataclasses.replace(entry, what=names)]
     if not names:
         return _at_modules(entry, modules)
     _check(entry, modules)
@@ -83,6 +93,28 @@ def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
     if rest is not None:
         moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
     return moved
+
+
+def _check_route(hook: Route | Replay, names: Sequence[str], modules: ModuleTable) -> None:
+    """Validates that a route fits the blocks whose experts it names.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if {kind_of(name.removeprefix(SIGN)) for name in names} != {"experts"}:
+        raise ValueError(ONLY_AT_EXPERTS)
+    for name in names:
+        found = modules.named.table[name]
+        try:
+            ids = bound(hook, name, found.routing, found.shape[-1], found.experts).routed.ids
+        except HookTypeError as error:
+            raise ValueError(str(error)) from error
+        if ids.dim() > _TOKENS_AND_CHOSEN and len(ids) > 1:
+            msg = (
+                f"{hook!r} has ids for {len(ids)} sequences, but a request of an engine is one "
+                "sequence: pass each request its own ids"
+            )
+            raise ValueError(msg)
 
 
 def _gate_at(entry: GateEntry, modules: ModuleTable) -> GateEntry:
@@ -173,8 +205,8 @@ def _at_quantity(entry: HookEntry | KeepEntry, name: str, modules: ModuleTable) 
         raise ValueError(msg)
     if kind_of(base.removeprefix(SIGN)) == "experts":
         msg = (
-            f"{name} contains the numbers of experts, which no intervention can change: write to "
-            "@router"
+            f"{name} contains the numbers of experts, which no intervention can change: use a "
+            "Route, or write to @router"
         )
         raise ValueError(msg)
     hook = entry.hook

@@ -27,6 +27,7 @@ from support.quantity_plans import (
     differing,
     wrong_plans,
 )
+from support.routes import BAD_ROUTES, check_routes
 from support.vllm_engine import sampling, start, start_compiled, stop
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
     for entry, reason in (
         (
             fh.on("@experts.1", fh.Zero()),
-            "@experts.1 contains the numbers of experts, which no intervention",
+            "@experts.1 contains the numbers of experts, which no intervention .* use a Route",
         ),
         (
             fh.on("@router.1", fh.Add(torch.ones(3))),
@@ -132,6 +133,18 @@ def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             llm.generate({"prompt_token_ids": [3]}, sampling(fh.Plan(entry), 1), use_tqdm=False)
+
+
+def test_requests_take_their_own_experts(engine: Any) -> None:
+    llm, model = engine
+    if "@experts.1" not in connect(llm).modules.named.table:
+        with pytest.raises(ValueError, match="has no @experts"):
+            serve(llm, [(PROMPTS[0], fh.Plan(fh.on("@experts.1", fh.Route([0, 1]))).to_json())])
+        return
+    check_routes(model, lambda asked: serve(llm, asked))
+    for text, reason in BAD_ROUTES:
+        with pytest.raises(ValueError, match=reason):
+            serve(llm, [(PROMPTS[0], text)])
 
 
 def test_the_table_comes_with_its_proofs(engine: Any) -> None:

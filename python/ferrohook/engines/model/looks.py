@@ -23,6 +23,7 @@ from ferrohook.quantity.anatomy.subjects import Example, Subject
 from ferrohook.quantity.proofs.attention import FoundHeads
 from ferrohook.quantity.proofs.proved import Findings, Proved
 from ferrohook.quantity.proofs.proving import prove
+from ferrohook.quantity.proofs.routing_rules import prove_rules
 from ferrohook.quantity.table import table_of
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ def _named(subject: StepSubject, heads_of: Callable[[nn.Module], HeadSizes | Non
         }
         findings = prove(subject, look, look, _inside(subject, look, sizes), _NO_ATTENTION)
         _check_numbers(findings)
+        prove_rules(subject.model, subject, findings.proved)
     findings.missing["logits"] = _SAMPLED
     table = table_of(subject.model, findings)
     heads = {

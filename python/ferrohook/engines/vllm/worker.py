@@ -20,9 +20,10 @@ from torch.nn import functional
 from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
-from ferrohook.engines.model.observing import CallingForward, observe
+from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
+from ferrohook.engines.vllm.experts import call_experts
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
@@ -51,17 +52,6 @@ def _heads_of(module: Any) -> HeadSizes | None:
         return None
     heads, kv_heads, head_dim = map(int, filter(None, sizes))
     return HeadSizes(heads, kv_heads, head_dim)
-
-
-def _call_experts(model: Any) -> None:
-    """Has vLLM call the modules of experts, whose method it calls with their numbers and weights.
-
-    Not one that is monolithic: its kernel chooses the experts.
-    """
-    layer = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts")
-    for module in model.modules():
-        if isinstance(module, layer.RoutedExperts):
-            module.forward = module.forward_modular = CallingForward(module, "forward_modular")
 
 
 def _attend(noise: torch.Generator, module: Any, args: Any, output: Any) -> None:
@@ -121,7 +111,7 @@ class RunnerWorker(EngineWorker):
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
         if not self._config.compilation_config.mode:
-            _call_experts(model)
+            call_experts(model)
         modules = observe(model, forward, _heads_of)
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))

@@ -18,7 +18,7 @@ from ferrohook.effects.parts import part_of
 from ferrohook.effects.routing import SCORES, RoutingRule
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.observe import observing
-from ferrohook.quantity.anatomy.subjects import structural_copy, undisturbed
+from ferrohook.quantity.anatomy.subjects import undisturbed
 from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
@@ -46,22 +46,22 @@ def prove_rules(model: nn.Module, subject: Subject, found: Iterable[Proved]) -> 
     """Adds the rules of routers to the places where they return experts.
 
     Args:
-        model: the model.
-        subject: a copy of it, and the call in which that is looked at.
+        model: its routers are called.
+        subject: the model or a copy, and the call in which that is looked at.
         found: ids of experts among them.
     """
     routed = [each for each in found if each.routing is not None]
     if not routed:
         return
     calls = _calls_of(subject, {each.site.path for each in routed})
-    own, last = structural_copy(model), None
+    last = None
     dtypes = (it.dtype for it in model.parameters() if it.is_floating_point())
     dtype = next(dtypes, torch.float32)
     for each in routed:
         routing: Any = each.routing
         if routing.logits is None:
             continue
-        router = own.get_submodule(each.site.path)
+        router = model.get_submodule(each.site.path)
         try:
             samples = [*_samples(router, calls[each.site.path], routing, dtype)]
         except HookError as error:
@@ -102,9 +102,11 @@ def _samples(
         HookError: it fails in the model's own dtype.
     """
     casts = [(None, dtype), *((each, each) for each in _CASTS if each != dtype)]
+    has_tensors = any(True for _ in itertools.chain(router.parameters(), router.buffers()))
     for cast, of_vectors in casts:
         try:
-            module = router if cast is None else copy.deepcopy(router).to(cast)
+            is_own = cast is None or not has_tensors
+            module = router if is_own else copy.deepcopy(router).to(cast)
             with undisturbed():
                 made = []
                 for number, size in enumerate(_SIZES):
@@ -145,10 +147,9 @@ def _rules(router: nn.Module, first: RoutingRule | None) -> Iterator[RoutingRule
 
 
 def _numbers_in(router: nn.Module) -> Iterator[float]:
-    """Yields the numbers that a router may multiply by or add: its own and its configuration's."""
-    config = vars(router).get("config")
+    """Yields the numbers that a router may multiply by or add: its own and its attributes'."""
     seen = {1.0}
-    for owner in (router, config):
+    for owner in (router, *vars(router).values()):
         for value in getattr(owner, "__dict__", {}).values():
             if type(value) in {int, float} and value not in seen and 0 < value < math.inf:
                 seen.add(value)
