@@ -87,12 +87,19 @@ def requests() -> list[Routed]:
     ]
 
 
+def _weights(config: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    """Returns the weights of a token's experts, as its model computes them."""
+    scale = getattr(config, "routed_scaling_factor", None)
+    scores = logits.softmax(-1)[ids] if scale is None else logits.sigmoid()[ids]
+    shares = scores / scores.sum() if getattr(config, "norm_topk_prob", True) else scores
+    return shares * (scale or 1.0)
+
+
 @torch.no_grad()
 def by_hand(
     model: Any, prompt: Sequence[int], chosen: Chosen
 ) -> tuple[list[int], dict[str, Tensor]]:
     """Returns text and captures of a request, the whole sequence anew for each token."""
-    normed = getattr(model.config, "norm_topk_prob", True)
     acts: dict[str, Tensor] = {}
 
     def force(block: int, _module: Any, _args: Any, output: Any) -> Any:
@@ -101,10 +108,9 @@ def by_hand(
             if (found := chosen(block, position)) is None:
                 continue
             own, given = torch.tensor(found[0]), found[1]
-            scores = logits[position].softmax(-1)[own]
-            scores = scores / scores.sum() if normed else scores
             ids[position] = own
-            weights[position] = scores if given is None else torch.tensor(given)
+            made = _weights(model.config, logits[position], own)
+            weights[position] = made if given is None else torch.tensor(given)
         acts[f"@experts.{block}"], acts[f"@expert_weights.{block}"] = ids, weights
         return logits, weights, ids
 

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -37,11 +38,21 @@ CONFIGS = {
     "moe": Qwen2MoeConfig,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
-MIXTURES = {
+MIXTURES: dict[str, dict[str, Any]] = {
     "moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, "moe_intermediate_size": 64},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "first_k_dense_replace": 0,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+    },
 }
 """Settings of those with experts."""
 

@@ -75,6 +75,8 @@ class Routing(NamedTuple):
     rule: RoutingRule | None = None
     reason: str = ""
     """Why there is no rule."""
+    factor: float = 1.0
+    """Factor of the experts' output, which the module's weights do not contain."""
 
 
 class _ByContent:
@@ -280,7 +282,7 @@ class BoundRoute(NamedTuple):
         own_ids, own_weights = _part(value, routing.ids), _part(value, routing.weights)
         new = own_ids.index_copy(0, places, ids.to(own_ids))
         if weights is not None:
-            made = weights.to(own_weights)
+            made = (weights / routing.factor).to(own_weights)
         else:
             rule = cast("RoutingRule", routing.rule)  # without one, `bound` refuses the route
             # Of all tokens, as in the model: torch rounds the last elements of a tensor otherwise.

@@ -43,9 +43,10 @@ _TOKENS_AND_CHOSEN: Final = 2
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index", "route"}, _CROSSING)
 """Of engines that evaluate Python in each step."""
-_COMPILED: Final = BackEnd(
+COMPILED: Final = BackEnd(
     _KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES) | {"route": _NO_ROUTES}
 )
+"""Of engines whose graphs have sites."""
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
@@ -292,7 +293,7 @@ def _check(entry: Entry, modules: ModuleTable) -> None:
     Raises:
         ValueError: it does not.
     """
-    reason = (_COMPILED if modules.compiled else EAGER).refusal(entry)
+    reason = (COMPILED if modules.compiled else EAGER).refusal(entry)
     if reason is None and modules.compiled and isinstance(entry, HookEntry):
         kinds, kind = ["Add", *modules.kinds], type(entry.hook).__name__
         if kind not in kinds:

@@ -69,7 +69,7 @@ def test_random_requests(
     assert found["retractions"] > 0
 
 
-@pytest.mark.parametrize(("kind", "number"), [("mixtral", 0), ("qwen3_moe", 10)])
+@pytest.mark.parametrize(("kind", "number"), [("mixtral", 0), ("qwen3_moe", 10), ("glm4_moe", 0)])
 def test_mixtures_of_experts(kind: str, number: int) -> None:
     """Random requests name modules by transformers' paths, which Mixtral does not have here."""
     served(kind, number, {"chunked_prefill_size": 16, "enable_mixed_chunk": True}, {})

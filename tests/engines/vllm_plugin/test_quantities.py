@@ -44,6 +44,7 @@ CONFIGS = {
     "moe": (transformers.Qwen2MoeConfig, {}),
     "mixtral": (transformers.MixtralConfig, {}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
+    "glm4_moe": (transformers.Glm4MoeConfig, {}),
     "olmo2": (transformers.Olmo2Config, {}),
     "neox": (transformers.GPTNeoXConfig, {"use_parallel_residual": False}),
 }

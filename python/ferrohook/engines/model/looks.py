@@ -155,6 +155,7 @@ def look_at(
     forward: Callable[[], object],
     heads_of: Callable[[nn.Module], HeadSizes | None],
     places: Mapping[str, str] | None = None,
+    factor_of: Callable[[nn.Module], float] = lambda _router: 1.0,
 ) -> NamedTensors:
     """Proves the quantities of an engine's model, and has plans for it resolve their names.
 
@@ -166,13 +167,15 @@ def look_at(
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
         places: hook points that see the stream behind blocks, by the names of these.
+        factor_of: returns the factor by which the engine multiplies the output of the experts that
+            a module chooses, where it does not multiply their weights.
 
     Returns:
         The table, with places as plans in this engine need them.
     """
     streams = {path: ObservedTensor.output(it, None) for path, it in (places or {}).items()}
     try:
-        named = _named(StepSubject(model, forward, streams), heads_of)
+        named = _named(StepSubject(model, forward, streams), heads_of, factor_of)
     except Exception as error:
         logging.getLogger("ferrohook").exception("inspecting the engine's model failed")
         reason = f"inspecting the model failed with {type(error).__name__}: {error}"
@@ -181,7 +184,11 @@ def look_at(
     return named
 
 
-def _named(subject: StepSubject, heads_of: Callable[[nn.Module], HeadSizes | None]) -> NamedTensors:
+def _named(
+    subject: StepSubject,
+    heads_of: Callable[[nn.Module], HeadSizes | None],
+    factor_of: Callable[[nn.Module], float],
+) -> NamedTensors:
     with torch.no_grad():
         look = subject.look()
         sizes = {
@@ -191,7 +198,8 @@ def _named(subject: StepSubject, heads_of: Callable[[nn.Module], HeadSizes | Non
         }
         findings = prove(subject, look, look, _inside(subject, look, sizes), _NO_ATTENTION)
         _check_numbers(findings)
-        prove_rules(subject.model, subject, findings.proved)
+        prove_rules(subject.model, subject, findings.proved, fused=True)
+        _multiply_weights(subject.model, findings, factor_of)
     findings.missing["logits"] = _SAMPLED
     table = table_of(subject.model, findings)
     heads = {
@@ -211,6 +219,19 @@ def _check_numbers(findings: Findings) -> None:
             if router in findings.missing:
                 findings.proved.remove(each)
                 findings.missing[each.name] = _OTHER_NUMBERS
+
+
+def _multiply_weights(
+    model: nn.Module, findings: Findings, factor_of: Callable[[nn.Module], float]
+) -> None:
+    """Has weights of experts contain the factor by which the engine multiplies their output."""
+    for each in findings.proved:
+        kind = kind_of(each.name)
+        if kind == "expert_weights":
+            each.multiplier = factor_of(model.get_submodule(each.site.path))
+        elif kind == "experts" and each.routing is not None:
+            factor = factor_of(model.get_submodule(each.site.path))
+            each.routing = each.routing._replace(factor=factor)
 
 
 def _inside(

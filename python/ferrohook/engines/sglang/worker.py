@@ -119,7 +119,7 @@ class SchedulerWorker(EngineWorker):
         places = self._points.places
         self._points.wanted = places.values()
         try:
-            return look_at(model, self._run_alone, _heads_of, places)
+            return look_at(model, self._run_alone, _heads_of, places, _factor_of)
         finally:
             self._points.wanted = ()
 
@@ -412,6 +412,16 @@ def _heads_of(module: Any) -> HeadSizes | None:
     if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
         return None
     return HeadSizes(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
+
+
+def _factor_of(router: nn.Module) -> float:
+    """Returns the factor of the output of the experts that a module chooses."""
+    topk = importlib.import_module("sglang.srt.layers.moe.topk")
+    if not isinstance(router, topk.TopK):
+        return 1.0
+    config = router.topk_config
+    fused = topk.is_routed_scaling_factor_fused_in_topk(config)
+    return 1.0 if fused else float(config.routed_scaling_factor or 1.0)
 
 
 class _Nowhere:

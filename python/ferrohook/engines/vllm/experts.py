@@ -21,11 +21,12 @@ class RouterModule(nn.Module):
 
     Args:
         router: a `BaseRouter` of vLLM; its method calls the module from now on.
+        factor: of the experts' output, which vLLM multiplies in place of the weights.
     """
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: Any, factor: float) -> None:
         super().__init__()
-        self.router = router
+        self.router, self.factor = router, factor
         self._choose = router._compute_routing
         router._compute_routing = self._chosen
 
@@ -37,6 +38,11 @@ class RouterModule(nn.Module):
     def _chosen(self, *args: Any, **kwargs: Any) -> Any:
         _, weights, ids = self(*args, **kwargs)
         return weights, ids
+
+
+def factor_of(router: nn.Module) -> float:
+    """Returns the factor of the output of the experts that a module chooses."""
+    return router.factor if isinstance(router, RouterModule) else 1.0
 
 
 def call_experts(model: nn.Module) -> None:
@@ -54,4 +60,4 @@ def call_experts(model: nn.Module) -> None:
         elif isinstance(module, runners.MoERunner) and isinstance(
             router := getattr(module, "router", None), routers.BaseRouter
         ):
-            module.add_module(_NAME, RouterModule(router))
+            module.add_module(_NAME, RouterModule(router, module.routed_scaling_factor))

@@ -23,7 +23,7 @@ from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
-from ferrohook.engines.vllm.experts import call_experts
+from ferrohook.engines.vllm.experts import call_experts, factor_of
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
@@ -116,7 +116,9 @@ class RunnerWorker(EngineWorker):
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
         else:
-            modules = modules.with_quantities(look_at(model, forward, _heads_of))
+            modules = modules.with_quantities(
+                look_at(model, forward, _heads_of, factor_of=factor_of)
+            )
         if self._config.compilation_config.mode:
             kinds = self.options.sites_kinds
             modules, names, index = modules.at_sites(self.options.sites, kinds)

@@ -2,7 +2,7 @@
 
 # A router is called with noise in place of its vectors, in the model's own dtype and in copies of
 # other dtypes. The rule is the one that gives the router's weights from its logits and its choice,
-# bit for bit in all of these calls.
+# bit for bit in all of these calls. Kernels of engines may fuse it: there within rounding.
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ferrohook.effects.parts import part_of
 from ferrohook.effects.routing import SCORES, RoutingRule
 from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.equations import differ, tolerance
 from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.quantity.anatomy.subjects import undisturbed
 from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ferrohook.effects.routing import Routing
     from ferrohook.quantity.anatomy.subjects import Subject
@@ -37,18 +38,20 @@ _ADDED: Final = (1e-20, 1e-12, 1e-9, 1e-8, 1e-6, 1e-5)
 """Numbers that routers add to sums. The first one changes no sum but 0, which divides to NaN."""
 _SEED: Final = 20
 
-NO_RULE: Final = (
-    "no rule that knows only the ids gives the weights from the router's logits, bit for bit"
-)
+NO_RULE: Final = "no rule that knows only the ids gives the weights from the router's logits"
 
 
-def prove_rules(model: nn.Module, subject: Subject, found: Iterable[Proved]) -> None:
+def prove_rules(
+    model: nn.Module, subject: Subject, found: Iterable[Proved], *, fused: bool = False
+) -> None:
     """Adds the rules of routers to the places where they return experts.
 
     Args:
         model: its routers are called.
         subject: the model or a copy, and the call in which that is looked at.
         found: ids of experts among them.
+        fused: a kernel may compute the weights, which rounds differently: where no rule gives the
+            same bits, one that holds within rounding will do.
     """
     routed = [each for each in found if each.routing is not None]
     if not routed:
@@ -67,7 +70,9 @@ def prove_rules(model: nn.Module, subject: Subject, found: Iterable[Proved]) -> 
         except HookError as error:
             each.routing = routing._replace(reason=str(error))
             continue
-        last = next((it for it in _rules(router, last) if _holds(it, samples)), None)
+        ways = (_equal, _alike) if fused else (_equal,)
+        rules = ((it, way) for way in ways for it in _rules(router, last))
+        last = next((it for it, way in rules if _holds(it, samples, way)), None)
         each.routing = routing._replace(rule=last, reason="" if last else NO_RULE)
 
 
@@ -156,10 +161,20 @@ def _numbers_in(router: nn.Module) -> Iterator[float]:
                 yield float(value)
 
 
-def _holds(rule: RoutingRule, samples: list[list[_Sample]]) -> bool:
-    """Returns True if a rule gives the weights of all samples, bit for bit."""
+def _holds(
+    rule: RoutingRule, samples: list[list[_Sample]], way: Callable[[_Sample, Tensor], bool]
+) -> bool:
+    """Returns True if a rule gives the weights of all samples."""
     return all(
-        torch.equal(rule.weights(it.logits, it.ids, it.weights.dtype), it.weights)
+        way(it, rule.weights(it.logits, it.ids, it.weights.dtype))
         for of_dtype in samples
         for it in of_dtype
     )
+
+
+def _equal(sample: _Sample, made: Tensor) -> bool:
+    return torch.equal(sample.weights, made)
+
+
+def _alike(sample: _Sample, made: Tensor) -> bool:
+    return differ(sample.weights, made) <= tolerance(sample.weights, sample.logits)
