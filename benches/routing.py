@@ -62,10 +62,8 @@ def main(texts: int = TEXTS) -> None:
     model = save_model("qwen3_moe", folder, **SIZES, initializer_range=SCALE).to(torch.bfloat16)
     llm = start(folder, dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=2048)
     prompts = torch.randint(3, VOCABULARY, (texts, PROMPT)).tolist()
-    from vllm import SamplingParams  # noqa: PLC0415 (as above)
-
-    own = {"max_tokens": NEW, "ignore_eos": True}
-    params = [SamplingParams(temperature=1.0, seed=seed, **own) for seed in range(texts)]
+    own = {"temperature": 1.0, "ignore_eos": True}
+    params = [sampling(None, NEW, seed=seed, **own) for seed in range(texts)]
     outputs = llm.generate([{"prompt_token_ids": it} for it in prompts], params, use_tqdm=False)
     written = [
         [*prompt, *it.outputs[0].token_ids] for prompt, it in zip(prompts, outputs, strict=True)

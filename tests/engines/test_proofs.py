@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook.effects.routing import bound
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, ModuleTable
 from ferrohook.engines.model.observing import CallingForward, observe
@@ -278,6 +279,71 @@ def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool
         ValueError, match=r"@experts.1 contains the numbers of experts, which no inter"
     ):
         rewritten(fh.Plan(fh.on("@experts.1", fh.Zero())), front)
+
+
+class Chooser(nn.Module):
+    """Router of an engine: a kernel, which rounds otherwise, or one that looks at the tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        weights, numbers = logits.double().softmax(-1).topk(2, -1)
+        if self.how == "tokens":
+            weights = weights * (1 + 1e-3 * x[:, :1].tanh())
+        return logits, weights.float(), numbers.int()
+
+
+class RoutedMixture(nn.Module):
+    """Mixture whose output is multiplied, and not the weights of its experts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gate, self.router, self.experts = Projection(WIDTH, 4), Chooser(how), Experts()
+        experts: Any = self.experts
+        experts.forward = experts.compute = CallingForward(experts, "compute")
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, numbers = self.router(x, self.gate(x)[0])
+        out: Tensor = 2.5 * self.experts.compute(numbers=numbers, x=x, weights=weights)
+        return out
+
+
+@pytest.mark.parametrize("how", ["kernel", "tokens"])
+def test_routers_of_engines_have_rules_within_rounding_and_factors(how: str) -> None:
+    torch.manual_seed(0)
+    model: Any = Model()
+    for layer in model.layers:
+        layer.mlp = RoutedMixture(how)
+    model.requires_grad_(requires_grad=False)
+
+    def factor_of(router: nn.Module) -> float:
+        return 2.5 if isinstance(router, Chooser) else 1.0
+
+    modules = observe(model, lambda: model(IDS), heads_of)
+    looked = look_at(model, lambda: model(IDS), heads_of, factor_of=factor_of)
+    front = ModuleTable.from_json(modules.with_quantities(looked).to_json())
+    table = front.named.table
+    route = fh.Plan(fh.on("@experts.1", fh.Route(torch.tensor([3, 0]))))
+    if how == "tokens":
+        assert "@experts.1" not in table or table["@experts.1"].routing.rule is None
+        with pytest.raises(ValueError, match=r"@experts\.1"):
+            rewritten(route, front)
+        return
+    assert table["@expert_weights.1"].place == "2.5 * layers.1.mlp.router output[1]"
+    routing = table["@experts.1"].routing
+    assert routing is not None
+    assert routing.rule is not None
+    assert routing.rule.scores == "softmax(router)[ids]"
+    assert rewritten(route, front).entries
+    given = fh.Route(torch.tensor([3, 0]), torch.tensor([0.5, 1.5]))
+    form = bound(given, "@experts.1", routing, 2, 4)
+    output = torch.randn(3, 4), torch.rand(3, 2), torch.zeros(3, 2, dtype=torch.int32)
+    _, weights, numbers = form.change(output, torch.tensor([1]), *form.routed.at([0]))
+    assert numbers.tolist() == [[0, 0], [3, 0], [0, 0]]
+    torch.testing.assert_close(weights[1] * 2.5, torch.tensor([0.5, 1.5]))
+    assert torch.equal(weights[::2], output[1][::2])
 
 
 def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,13 +96,14 @@ def stop(llm: Any) -> None:
 
 
 def sampling(plan: Any = None, new_tokens: int = 12, **changes: Any) -> Any:
-    """Greedy parameters, with a plan."""
+    """Greedy parameters unless they have a temperature, with a plan."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     if isinstance(plan, fh.Plan):
         plan = plan.to_json()
     extra = None if plan is None else {"ferrohook": plan}
-    return SamplingParams(temperature=0, max_tokens=new_tokens, extra_args=extra, **changes)
+    options = {"temperature": 0, "max_tokens": new_tokens, "extra_args": extra} | changes
+    return SamplingParams(**options)
 
 
 def serve_at_once(

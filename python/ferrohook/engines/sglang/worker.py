@@ -419,7 +419,7 @@ def _factor_of(router: nn.Module) -> float:
     topk = importlib.import_module("sglang.srt.layers.moe.topk")
     if not isinstance(router, topk.TopK):
         return 1.0
-    config = router.topk_config
+    config: Any = router.topk_config
     fused = topk.is_routed_scaling_factor_fused_in_topk(config)
     return 1.0 if fused else float(config.routed_scaling_factor or 1.0)
 

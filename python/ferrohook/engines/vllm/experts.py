@@ -53,10 +53,10 @@ def call_experts(model: nn.Module) -> None:
     runners = importlib.import_module(f"{_FUSED}.runner.moe_runner")
     routers = importlib.import_module(f"{_FUSED}.router.base_router")
     layer = importlib.import_module(f"{_FUSED}.routed_experts")
-    for module in [*model.modules()]:
+    every: list[Any] = [*model.modules()]
+    for module in every:
         if isinstance(module, layer.RoutedExperts):
-            experts: Any = module
-            experts.forward = experts.forward_modular = CallingForward(module, "forward_modular")
+            module.forward = module.forward_modular = CallingForward(module, "forward_modular")
         elif isinstance(module, runners.MoERunner) and isinstance(
             router := getattr(module, "router", None), routers.BaseRouter
         ):
