@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 BACK_END: Final = BackEnd(
-    NEEDS - {"calls", "cut rows", "features", "gradients", "not finite", "stop"},
+    NEEDS - {"calls", "cut rows", "gradients", "not finite", "stop"},
     {
         "calls": "steps are joined by position, so calls= has no meaning",
         "cut rows": "slice= must keep the whole dimension whose rows are joined",
-        "features": "engines capture tensors, not values of features",
         "gradients": "it does not compute gradients",
         "not finite": "its hook contains NaN or infinity",
         "stop": "stop=True would end the forward for other requests",

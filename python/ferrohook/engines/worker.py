@@ -163,7 +163,7 @@ class EngineWorker:
         Args:
             request_id: as the steps call it.
             prompt_length: tokens of its prompt.
-            digest: of its plan and vectors.
+            digest: of its plan and the uploads that it names.
             read: returns the plan, rewritten; called if it is not prepared.
             key: name of its captures.
 

@@ -314,7 +314,7 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
         await put
 
     asyncio.run(run())
-    assert [*engine.worker._vectors.values()]
+    assert [*engine.worker._uploads.values()]
 
 
 def test_a_name_means_a_vector_once_all_ranks_have_it(engine: Engine) -> None:
@@ -403,7 +403,7 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
 def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, in bytes and in the length of names; a list of names in an error is short."""
     engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
-    monkeypatch.setattr(uploads, "_MOST_VECTORS", 14)
+    monkeypatch.setattr(uploads, "_MOST_UPLOADS", 14)
 
     def body(*names: str, numbers: int = 5) -> bytes:
         return safetensors.torch.save({name: torch.rand(numbers) for name in names})
@@ -416,15 +416,15 @@ def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         assert "vectors_bytes" in (await put(body("a", numbers=101))).text
         assert "at most 14" in (await put(body(*map(str, range(15))))).text
         assert (await put(b"", **{"content-length": str(2**40)})).status_code == 413
-        assert [*engine.worker._vectors] == []
+        assert [*engine.worker._uploads] == []
         assert (await put(body("a/b", *map(str, range(11))))).is_success
         with pytest.raises(ValueError, match=r"uploaded: (\S+, ){10}\.\.\.$"):
-            (await connect_async(engine)).vectors["none"]
+            (await connect_async(engine)).uploads.find("none", torch.Tensor)
         assert (await asked(engine, "DELETE", "vectors/a/b")).is_success
-        assert len(engine.worker._vectors) == 11
+        assert len(engine.worker._uploads) == 11
         for _ in range(40):  # a name that means another vector each time
             assert (await put(body("0"))).is_success
-        assert sum(it.nbytes for it in engine.worker._vectors.values()) <= 400
+        assert sum(it.nbytes for it in engine.worker._uploads.values()) <= 400
 
     asyncio.run(run())
 
