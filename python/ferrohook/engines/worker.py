@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 
+from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, Span, reason_of
 from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
+from ferrohook.plans.entries import dictionary_in
 from ferrohook.rows.batches import batch_of_step
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
     from ferrohook.engines.support import Capabilities
+    from ferrohook.engines.wire import Upload
     from ferrohook.plans import Plan, Prepared, Request
     from ferrohook.rows.batches import GatheredModule
 
@@ -179,6 +182,13 @@ class EngineWorker:
         self.requests[request_id] = EngineRequest(
             request_id, prepared, prompt_length, digest, key, captures
         )
+
+    def forget(self, upload: Upload | None) -> None:
+        """Drops prepared plans of a discarded dictionary: they would keep its weights."""
+        if isinstance(upload, Dictionary) and self.served is not None:
+            self.served.plans.drop(
+                lambda plan: any(dictionary_in(entry) is upload for entry in plan.entries)
+            )
 
     def check_free(self, names: Iterable[str | None]) -> None:
         """Checks that no request with a plan has one of these names.

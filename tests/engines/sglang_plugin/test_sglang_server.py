@@ -244,7 +244,7 @@ def test_dictionaries_are_uploaded_once(llama: Any, server: Server) -> None:
         for seed in (0, 1):  # a name means another one then
             client.put_dictionaries(dictionaries(seed).values())
             for job in (dataclasses.replace(it, seed=seed) for it in jobs):
-                found = client.generate(job.prompt, job.plan, max_tokens=NEW)
+                found = client.generate(job.prompt, job.plan, max_tokens=NEW, temperature=0)
                 given = tokens(found.text)
                 given += [EOS] * (len(given) < NEW)
                 job.check(llama[1], Given(given, found.acts, found.positions, 0))

@@ -151,7 +151,7 @@ class SchedulerWorker(EngineWorker):
         if call == "put":
             self._dictionaries |= unpacked_uploads(base64.b64decode(argument))
         elif call == "drop":
-            self._dictionaries.pop(argument, None)
+            self.forget(self._dictionaries.pop(argument, None))
         else:
             return self.describe()
         return {}

@@ -319,7 +319,7 @@ class RunnerWorker(EngineWorker):
         """Drops a name and its upload. A request that needs it and has not begun fails."""
         self._names.pop(name, None)
         if digest not in self._names.values():
-            self._uploads.pop(digest, None)
+            self.forget(self._uploads.pop(digest, None))
         return b""
 
     def uploaded(self, known: list[str]) -> bytes:
