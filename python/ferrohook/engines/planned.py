@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from ferrohook.attach.attention import DIMENSIONS, is_point
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import dictionary_in
 from ferrohook.plans.needs import NEEDS, BackEnd
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.util.arguments import expect
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.engines.model.step_values import StepValues
 
 
@@ -79,6 +81,17 @@ class EnginePlans(PreparedPlans):
             raise HookError(msg)
         self._check(plan)
         return plan
+
+    def forget(self, dictionary: Dictionary) -> None:
+        """Drops the plans with features of a dictionary: they would keep its weights."""
+        with self._lock:
+            kept = self._open_plans()
+            dropped = [
+                kept.pop(key)
+                for key, plan in [*kept.items()]
+                if any(dictionary_in(entry) is dictionary for entry in plan.entries)
+            ]
+        del dropped  # closed after the lock is released
 
     def _fresh(self, plan: Plan) -> Prepared:
         prepared = Prepared(plan.entries, self._model, positioned=True)

@@ -18,7 +18,6 @@ from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, Span, reason_of
 from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import dictionary_in
 from ferrohook.rows.batches import batch_of_step
 
 if TYPE_CHECKING:
@@ -184,11 +183,9 @@ class EngineWorker:
         )
 
     def forget(self, upload: Upload | None) -> None:
-        """Drops prepared plans of a discarded dictionary: they would keep its weights."""
+        """Drops what is kept of a discarded upload beside the requests that run."""
         if isinstance(upload, Dictionary) and self.served is not None:
-            self.served.plans.drop(
-                lambda plan: any(dictionary_in(entry) is upload for entry in plan.entries)
-            )
+            self.served.plans.forget(upload)
 
     def check_free(self, names: Iterable[str | None]) -> None:
         """Checks that no request with a plan has one of these names.

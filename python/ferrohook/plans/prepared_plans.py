@@ -104,13 +104,6 @@ class PreparedPlans:
         del dropped  # closed after the lock is released
         return faster
 
-    def drop(self, unwanted: Callable[[Prepared], bool]) -> None:
-        """Drops the plans for which a function returns True."""
-        with self._lock:
-            kept = self._open_plans()
-            dropped = [kept.pop(key) for key, it in [*kept.items()] if unwanted(it)]
-        del dropped  # closed after the lock is released
-
     def _keep(self, key: Hashable, prepared: Prepared) -> list[Prepared | None]:
         """Marks a plan as most recently used; returns evicted ones. Call it under the lock."""
         kept = self._open_plans()
