@@ -27,7 +27,7 @@ def running() -> Iterator[tuple[PlannedServer, str]]:
 def server(running: tuple[PlannedServer, str]) -> PlannedServer:
     server, _ = running
     server.bodies.clear()
-    server.vectors.clear()
+    server.forget()
     server.busy = 0
     server.ignores_plans = server.breaks_off = False
     server.engine = "vllm"

@@ -24,6 +24,8 @@ from ferrohook.client import (
     ServerError,
     UnavailableError,
 )
+from ferrohook.engines.wire import digest_of
+from support.dictionaries import D_SAE, dictionary_of
 from support.engines import WIDTH, Change, Job, random_jobs
 from support.planned_server import tokens_of, words
 from support.serving import Answer
@@ -163,6 +165,51 @@ def test_a_plan_as_json_names_uploaded_vectors(server: PlannedServer, client: Cl
         client.generate(PROMPT, body)
     with pytest.raises(fh.HookTypeError, match="the vector 'x' must be a tensor, got list"):
         client.put_vectors({"x": [1.0]})  # type: ignore[dict-item]
+
+
+def test_a_plan_names_an_uploaded_dictionary(server: PlannedServer, client: Client) -> None:
+    """The client sends it once: the server tells the digest of what it has."""
+    sae = dictionary_of("relu", width=WIDTH, name="sae/1", max_activations=torch.ones(D_SAE))
+    for _ in range(2):
+        client.put_dictionaries([sae])
+    assert server.sent == ["sae/1"]
+    told = client.dictionaries()["sae/1"]
+    assert told["digest"] == digest_of(sae)
+    assert (told["d_in"], told["d_sae"], told["activation"]) == (WIDTH, D_SAE, "relu")
+    assert told["bytes"] == 4 * (2 * WIDTH * D_SAE + 2 * D_SAE + WIDTH)
+    plan = fh.Plan(
+        fh.on("model.layers.1", fh.Feature(sae, 3, set=2.0, unit="max")),
+        fh.keep("model.layers.1", features=sae, index=[3, 5]),
+    )
+    found = client.generate(PROMPT, plan, max_tokens=NEW)
+    alone, acts = fh.run(
+        server.model,
+        torch.tensor([[*PROMPT, *tokens_of(found.text)[:-1]]]),
+        plan=plan,
+    )
+    assert alone.logits[0, len(PROMPT) - 1 :].argmax(-1).tolist() == tokens_of(found.text)
+    torch.testing.assert_close(
+        found.acts["model.layers.1"], acts["model.layers.1"][0], rtol=1e-4, atol=1e-4
+    )
+    other = dictionary_of("relu", seed=1, width=WIDTH, name="sae/1")
+    client.put_dictionaries([other])
+    assert server.sent == ["sae/1"] * 2
+    assert client.dictionaries()["sae/1"]["digest"] == digest_of(other)
+    with pytest.raises(ServerError, match="a dictionary has the name 'sae/1': drop it first"):
+        client.put_vectors({"sae/1": VECTOR})
+    assert client.vectors() == {}
+    with pytest.raises(KeyError, match="sae/1"):
+        client.drop_vectors(["sae/1"])
+    client.drop_dictionaries(["sae/1"])
+    assert client.dictionaries() == {}
+    with pytest.raises(KeyError, match="sae/1"):
+        client.drop_dictionaries(["sae/1"])
+    with pytest.raises(RequestRefusedError, match="no dictionary 'sae/1' was uploaded"):
+        client.generate(PROMPT, plan)
+    with pytest.raises(ValueError, match="has no name: pass name="):
+        client.put_dictionaries([dictionary_of("relu")])
+    with pytest.raises(fh.HookTypeError, match="must be a list of Dictionary, got str"):
+        client.put_dictionaries(["sae"])  # type: ignore[list-item]
 
 
 def test_features_of_a_server(client: Client) -> None:

@@ -15,7 +15,7 @@ from ferrohook.engines import uploads
 from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.options import EngineOptions
-from ferrohook.engines.uploads import Vectors, VectorsOfPlan
+from ferrohook.engines.uploads import Uploads, UploadsOfPlan
 
 WIDTH = 4
 TABLE = ModuleTable({name: ModuleInfo("tensor", WIDTH, 4 * WIDTH) for name in ("", "0")}, {})
@@ -31,14 +31,14 @@ def salt(
     plan: fh.Plan, prompt: int = 8, of_client: Any = None, secret: bytes = b"secret"
 ) -> str | None:
     judge = admission(secret)
-    return judge.salt(judge.read(plan.to_json(), VectorsOfPlan.travelled({})), prompt, of_client)
+    return judge.salt(judge.read(plan.to_json(), UploadsOfPlan.travelled({})), prompt, of_client)
 
 
 def test_a_salt_is_one_of_this_process() -> None:
     """A client that knows the plan, the code and its own salt cannot make it."""
     made = salt(CHANGE, secret=b"one")
     assert made != salt(CHANGE, secret=b"other")
-    read = admission().read(CHANGE.to_json(), VectorsOfPlan.travelled({}))
+    read = admission().read(CHANGE.to_json(), UploadsOfPlan.travelled({}))
     for content in (
         read.digest,
         json.dumps([None, read.digest, None]),
@@ -54,7 +54,7 @@ def test_a_salt_is_one_of_this_process() -> None:
 def test_salts_differ_where_anything_does() -> None:
     """Of a client, that could be taken for another's together with a plan or a length."""
     plans = [CHANGE, BEFORE_END, fh.Plan(fh.on("0", fh.Scale(3.0)))]
-    read = admission().read(CHANGE.to_json(), VectorsOfPlan.travelled({}))
+    read = admission().read(CHANGE.to_json(), UploadsOfPlan.travelled({}))
     clients: list[Any] = [
         None,
         "",
@@ -83,7 +83,7 @@ def test_vectors_of_one_name_have_salts_of_their_content() -> None:
     judge = admission()
     found = set()
     for number in (1.0, 2.0):
-        named = VectorsOfPlan.travelled({"v": torch.full((WIDTH,), number)})
+        named = UploadsOfPlan.travelled({"v": torch.full((WIDTH,), number)})
         add = {"type": "Add", "vector": {"tensor": "v"}}
         plan = {"version": 1, "entries": [{"type": "on", "what": "0", "hook": add}]}
         found.add(judge.read(plan, named).digest)
@@ -106,7 +106,7 @@ def nested() -> list[Any]:
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object(), b"{}", nested()], ids=type)
 def test_what_is_no_json_is_the_clients_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"the JSON of Plan\.to_json|expected an object"):
-        admission().read(value, VectorsOfPlan.travelled({}))
+        admission().read(value, UploadsOfPlan.travelled({}))
 
 
 def test_bounds_come_before_digests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +121,13 @@ def test_bounds_come_before_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "digest_of", counted)
     vector = torch.ones(WIDTH)
     many = {str(number): vector for number in range(10_001)}
-    with pytest.raises(ValueError, match="at most 10,000 vectors can be uploaded, got 10,001"):
-        Vectors(2**30).packed(many)
+    with pytest.raises(ValueError, match="at most 10,000 vectors and dictionaries can be uploaded"):
+        Uploads(2**30).packed(many)
     with pytest.raises(ValueError, match="more than vectors_bytes=99"):
-        Vectors(99).packed({str(number): vector for number in range(10)})
+        Uploads(99).packed({str(number): vector for number in range(10)})
     assert digested == []
     add = {"type": "Add", "vector": {"tensor": "7"}}
     plan = {"version": 1, "entries": [{"type": "on", "what": "0", "hook": add}] * 3}
-    read = admission().read(plan, VectorsOfPlan.travelled(many))
+    read = admission().read(plan, UploadsOfPlan.travelled(many))
     assert len(digested) == 1
     assert read.used.keys() == {"7"}

@@ -12,18 +12,19 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 import torch
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 import ferrohook as fh
 from ferrohook.engines.transformers import attach
+from ferrohook.engines.uploads import Uploads, UploadsOfPlan
 from ferrohook.engines.wire import FIELD, HEADER, NAME, packed
 from ferrohook.plans.entries import KeepEntry
 from support.engines import WIDTH, batching, greedy, tiny_llama
 from support.http_server import serving_app
 from support.limits import LIMIT
+from support.upload_routes import Routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def tokens_of(text: str) -> list[int]:
     return [int(word.strip().removeprefix("w")) for word in text.split()]
 
 
-class PlannedServer:
+class PlannedServer(Routes):
     """Routes of the server.
 
     Args:
@@ -49,13 +50,13 @@ class PlannedServer:
     """
 
     def __init__(self, engine: str = "vllm") -> None:
+        super().__init__(Uploads(2**20))
         self.engine = engine
         torch.manual_seed(7)
         self.model = tiny_llama()
         self._engine: Any = None
         self.bodies: list[dict[str, Any]] = []
         """Of the texts, as they came."""
-        self.vectors: dict[str, torch.Tensor] = {}
         self.ignores_plans = False
         self.breaks_off = False
         self.busy = 0
@@ -65,10 +66,7 @@ class PlannedServer:
         self.app = FastAPI()
         self.app.post("/v1/completions")(self.completions)
         self.app.post("/v1/chat/completions")(self.chats)
-        self.app.get("/v1/ferrohook/capabilities")(self.capabilities)
-        self.app.get("/v1/ferrohook/vectors")(self.list_vectors)
-        self.app.put("/v1/ferrohook/vectors")(self.put_vectors)
-        self.app.delete("/v1/ferrohook/vectors/{name:path}")(self.drop_vector)
+        self.app.include_router(self.router())
         self.app.get("/v1/ferrohook/captures/{name}")(self.captures)
 
     @contextlib.contextmanager
@@ -82,7 +80,11 @@ class PlannedServer:
         ):
             yield url
 
-    def capabilities(self) -> dict[str, Any]:
+    def forget(self) -> None:
+        """Forgets all uploads."""
+        self.uploads, self.sent = Uploads(2**20), []
+
+    async def capabilities(self) -> dict[str, Any]:
         modules: dict[str, dict[str, Any]] = {
             name: {"width": WIDTH, "refused": None} for name, _ in self.model.named_modules()
         }
@@ -95,17 +97,6 @@ class PlannedServer:
             "capture_bytes": 2**20,
             "modules": modules,
         }
-
-    def list_vectors(self) -> dict[str, list[int]]:
-        return {name: list(vector.shape) for name, vector in self.vectors.items()}
-
-    async def put_vectors(self, request: Request) -> dict[str, list[int]]:
-        self.vectors |= safetensors.torch.load(await request.body())
-        return self.list_vectors()
-
-    def drop_vector(self, name: str) -> None:
-        if self.vectors.pop(name, None) is None:
-            raise HTTPException(404, f"no vector {name!r}")
 
     def captures(self, name: str, request: Request) -> Response:
         data = self._captures.pop((name, request.headers[HEADER]), None)
@@ -131,7 +122,7 @@ class PlannedServer:
         plan = None
         if text is not None and not self.ignores_plans:
             try:
-                plan = fh.Plan.from_json(text, self.vectors)
+                plan = UploadsOfPlan(self.uploads.find).plan(text)
                 self._engine.check_plans([plan])
             except (ValueError, fh.HookError) as error:
                 return failure(400, str(error))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import httpx
-import safetensors.torch
+import safetensors
 from torch import Tensor
 
 from ferrohook.client.answers import (
@@ -33,7 +33,16 @@ from ferrohook.client.errors import (
     error_of_status,
     made,
 )
-from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
+from ferrohook.dictionaries.packing import by_name
+from ferrohook.engines.wire import (
+    FIELD,
+    HEADER,
+    NAME,
+    digest_of,
+    error_of,
+    packed_uploads,
+    unpacked,
+)
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
@@ -42,6 +51,8 @@ from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from ferrohook.dictionaries.dictionary import Dictionary
 
 T = TypeVar("T")
 
@@ -195,9 +206,7 @@ class Calls:
         """Uploads vectors."""
         for name, vector in vectors.items():
             expect(vector, Tensor, f"the vector {name!r} must be a tensor")
-        data = safetensors.torch.save(
-            {name: vector.detach().cpu().contiguous().clone() for name, vector in vectors.items()}
-        )
+        data = packed_uploads(vectors)
         _json((yield self._http.build_request("PUT", f"{ROUTES}/vectors", content=data)))
 
     def vectors(self) -> Steps[dict[str, tuple[int, ...]]]:
@@ -205,14 +214,31 @@ class Calls:
         response = yield self._http.build_request("GET", f"{ROUTES}/vectors")
         return {name: tuple(shape) for name, shape in _json(response).items()}
 
-    def drop_vectors(self, names: Iterable[str]) -> Steps[None]:
-        """Drops vectors."""
+    def drop(self, kind: str, names: Iterable[str]) -> Steps[None]:
+        """Drops uploads of a kind, `"vectors"` or `"dictionaries"`."""
         for name in names:
-            path = f"{ROUTES}/vectors/{quote(name)}"
+            path = f"{ROUTES}/{kind}/{quote(name)}"
             response = yield self._http.build_request("DELETE", path)
             if response.status_code == httpx.codes.NOT_FOUND:
                 raise KeyError(name)
             _json(response)
+
+    # --- dictionaries ------------------------------------------------------------------------
+
+    def put_dictionaries(self, dictionaries: Iterable[Dictionary]) -> Steps[None]:
+        """Uploads the dictionaries that the server does not have, one by one."""
+        named = by_name(dictionaries)
+        there = yield from self.dictionaries()
+        for name, each in named.items():
+            if there.get(name, {}).get("digest") != digest_of(each):
+                data = packed_uploads({name: each})
+                _json(
+                    (yield self._http.build_request("PUT", f"{ROUTES}/dictionaries", content=data))
+                )
+
+    def dictionaries(self) -> Steps[dict[str, dict[str, Any]]]:
+        """Lists the uploaded dictionaries."""
+        return _json((yield self._http.build_request("GET", f"{ROUTES}/dictionaries")))
 
     # --- services ----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ferrohook.client.answers import Embedded, Generated, ServerInfo
     from ferrohook.client.calls import AnyPlan, Prompt, Steps
+    from ferrohook.dictionaries.dictionary import Dictionary
 
 T = TypeVar("T")
 
@@ -164,7 +165,44 @@ class Client:
             KeyError: no vector has the name.
             ServerError: see `generate`.
         """
-        self._run(self._calls.drop_vectors(names))
+        self._run(self._calls.drop("vectors", names))
+
+    def put_dictionaries(self, dictionaries: Iterable[Dictionary]) -> None:
+        """Uploads dictionaries, which plans name by `Dictionary.name`, unless the server has them.
+
+        A name that was used before means the new dictionary in the requests to come.
+
+        Args:
+            dictionaries: each with a name.
+
+        Raises:
+            HookTypeError: one is no `Dictionary`.
+            ValueError: one has no name, or two have the same.
+            ServerError: see `generate`.
+
+        Examples:
+            >>> sae = fh.Dictionary.load("sae/blocks.8.hook_resid_post", name="sae")
+            >>> client.put_dictionaries([sae])
+            >>> plan = fh.Plan(fh.on(sae.reads, fh.Feature(sae, 3, set=5.0)))
+        """
+        self._run(self._calls.put_dictionaries(dictionaries))
+
+    def dictionaries(self) -> dict[str, dict[str, Any]]:
+        """Lists the uploaded dictionaries: `digest`, `bytes`, `activation`, `d_in`, `d_sae`, ...
+
+        Raises:
+            ServerError: see `generate`.
+        """
+        return self._run(self._calls.dictionaries())
+
+    def drop_dictionaries(self, names: Iterable[str]) -> None:
+        """Drops uploaded dictionaries.
+
+        Raises:
+            KeyError: no dictionary has the name.
+            ServerError: see `generate`.
+        """
+        self._run(self._calls.drop("dictionaries", names))
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Calls any route of a service, such as one of yours with a `PlanBody`.
@@ -288,7 +326,19 @@ class AsyncClient:
 
     async def drop_vectors(self, names: Iterable[str]) -> None:
         """Drops uploaded vectors, see `Client.drop_vectors`."""
-        await self._run(self._calls.drop_vectors(names))
+        await self._run(self._calls.drop("vectors", names))
+
+    async def put_dictionaries(self, dictionaries: Iterable[Dictionary]) -> None:
+        """Uploads dictionaries, see `Client.put_dictionaries`."""
+        await self._run(self._calls.put_dictionaries(dictionaries))
+
+    async def dictionaries(self) -> dict[str, dict[str, Any]]:
+        """Lists the uploaded dictionaries, see `Client.dictionaries`."""
+        return await self._run(self._calls.dictionaries())
+
+    async def drop_dictionaries(self, names: Iterable[str]) -> None:
+        """Drops uploaded dictionaries, see `Client.drop_dictionaries`."""
+        await self._run(self._calls.drop("dictionaries", names))
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Calls any route of a service, see `Client.call`."""

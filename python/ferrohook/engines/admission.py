@@ -12,7 +12,6 @@ from ferrohook._core import needs_prompt
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
-from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.tokens.positions import Tokens, mask_of
 
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.options import EngineOptions
-    from ferrohook.engines.uploads import VectorsOfPlan
+    from ferrohook.engines.uploads import UploadsOfPlan
+    from ferrohook.plans import Plan
     from ferrohook.tokens.positions import At
 
 _SALT: Final = f"{NAME}:"
@@ -37,9 +37,9 @@ class ReadPlan(NamedTuple):
     """Rewritten for the engine's modules."""
     text: str
     used: dict[str, str]
-    """Digests of the uploaded vectors that it names."""
+    """Digests of the uploads that it names."""
     digest: str
-    """Of text and vectors."""
+    """Of text and uploads."""
 
     @property
     def captures(self) -> bool:
@@ -75,19 +75,19 @@ class Admission:
         self._options = options
         self._secret = secret
 
-    def read(self, value: Any, named: VectorsOfPlan) -> ReadPlan:
+    def read(self, value: Any, named: UploadsOfPlan) -> ReadPlan:
         """Reads a plan that a client sent.
 
         Args:
             value: its JSON, as text or as objects.
-            named: the vectors that it may name.
+            named: the uploads that it may name.
 
         Raises:
             ValueError: the plan is bad; the request must not be scheduled.
         """
         text = text_of(value)
         try:
-            plan = Plan.from_json(text, named)
+            plan = named.plan(text)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
         used = named.used
@@ -165,8 +165,8 @@ def text_of(value: Any) -> str:
         raise ValueError(msg) from error
 
 
-def _digest(text: str, vectors: Mapping[str, str]) -> str:
-    content = json.dumps([text, sorted(vectors.items())])
+def _digest(text: str, uploads: Mapping[str, str]) -> str:
+    content = json.dumps([text, sorted(uploads.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

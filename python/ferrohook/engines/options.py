@@ -12,7 +12,7 @@ class EngineOptions:
 
     Args:
         capture_bytes: most bytes that one request captures.
-        vectors_bytes: most bytes of all uploaded vectors.
+        vectors_bytes: most bytes of all uploaded vectors and dictionaries.
     """
 
     capture_bytes: int = 64 * 2**20

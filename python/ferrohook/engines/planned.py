@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from ferrohook.attach.attention import DIMENSIONS, is_point
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import dictionary_in
 from ferrohook.plans.needs import NEEDS, BackEnd
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.util.arguments import expect
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.engines.model.step_values import StepValues
 
 
 BACK_END: Final = BackEnd(
-    NEEDS - {"calls", "cut rows", "features", "gradients", "not finite", "stop"},
+    NEEDS - {"calls", "cut rows", "gradients", "not finite", "stop"},
     {
         "calls": "steps are joined by position, so calls= has no meaning",
         "cut rows": "slice= must keep the whole dimension whose rows are joined",
-        "features": "engines capture tensors, not values of features",
         "gradients": "it does not compute gradients",
         "not finite": "its hook contains NaN or infinity",
         "stop": "stop=True would end the forward for other requests",
@@ -80,6 +81,17 @@ class EnginePlans(PreparedPlans):
             raise HookError(msg)
         self._check(plan)
         return plan
+
+    def forget(self, dictionary: Dictionary) -> None:
+        """Drops the plans with features of a dictionary: they would keep its weights."""
+        with self._lock:
+            kept = self._open_plans()
+            dropped = [
+                kept.pop(key)
+                for key, plan in [*kept.items()]
+                if any(dictionary_in(entry) is dictionary for entry in plan.entries)
+            ]
+        del dropped  # closed after the lock is released
 
     def _fresh(self, plan: Plan) -> Prepared:
         prepared = Prepared(plan.entries, self._model, positioned=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
-from ferrohook.engines.model.step_values import check_slice, check_width
+from ferrohook.engines.model.step_values import check_features, check_slice, check_width
 from ferrohook.errors import HookTypeError
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
@@ -40,11 +40,17 @@ _CROSSING: Final = {
 }
 _TOKENS_AND_CHOSEN: Final = 2
 """Dimensions of ids of one sequence."""
+_NO_FEATURES: Final = (
+    "a compiled engine reads no features of dictionaries: start it with enforce_eager=True"
+)
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-EAGER: Final = BackEnd(_KEPT | CHANGES | GATES | {"inputs", "output_index", "route"}, _CROSSING)
+EAGER: Final = BackEnd(
+    _KEPT | CHANGES | GATES | {"features", "inputs", "output_index", "route"}, _CROSSING
+)
 """Of engines that evaluate Python in each step."""
 COMPILED: Final = BackEnd(
-    _KEPT | CHANGES, _CROSSING | dict.fromkeys(GATES, _NO_GATES) | {"route": _NO_ROUTES}
+    _KEPT | CHANGES,
+    _CROSSING | dict.fromkeys(GATES, _NO_GATES) | {"features": _NO_FEATURES, "route": _NO_ROUTES},
 )
 """Of engines whose graphs have sites."""
 
@@ -181,23 +187,11 @@ def _at_quantity(entry: HookEntry | KeepEntry, name: str, modules: ModuleTable) 
     Raises:
         ValueError: the entry does not fit it.
     """
+    if isinstance(entry, KeepEntry):
+        return _kept_quantity(entry, name, modules)
     base, head = split_head(from_lens(name) or name)
     quantity = modules.named.table[base]
     heads = modules.named.heads.get(base)
-    if isinstance(entry, KeepEntry):
-        if entry.options.keys() & {"inputs", "output_index"}:
-            msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
-            raise ValueError(msg)
-        if heads is not None and "slice" in entry.options:
-            msg = (
-                f"{name} can only be captured whole in an engine, where it has no heads dimension: "
-                "leave out slice="
-            )
-            raise ValueError(msg)
-        width = modules.quantity_info(name).width
-        check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
-        copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
-        return dataclasses.replace(entry, what=[name], options=entry.options | copy)
     if entry.phase != "forward" or entry.hook.output_index is not None:
         msg = f"{name} is one tensor at a fixed place: leave out phase and output_index"
         raise ValueError(msg)
@@ -226,6 +220,37 @@ def _at_quantity(entry: HookEntry | KeepEntry, name: str, modules: ModuleTable) 
     return dataclasses.replace(entry, what=[name], hook=hook)
 
 
+def _kept_quantity(entry: KeepEntry, name: str, modules: ModuleTable) -> Entry:
+    base, head = split_head(from_lens(name) or name)
+    quantity = modules.named.table[base]
+    heads = modules.named.heads.get(base)
+    if entry.options.keys() & {"inputs", "output_index"}:
+        msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
+        raise ValueError(msg)
+    if heads is not None and "slice" in entry.options:
+        msg = (
+            f"{name} can only be captured whole in an engine, where it has no heads dimension: "
+            "leave out slice="
+        )
+        raise ValueError(msg)
+    width = modules.quantity_info(name).width
+    check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
+    partial = (heads is not None and head is not None) or quantity.multiplier != 1
+    if "features" in entry.options and partial:
+        msg = f"features= reads the whole tensor of a module, but {name} is a part of it"
+        raise ValueError(msg)
+    check_features(entry, f"tensor at {name!r}", width)
+    moved = dataclasses.replace(entry, what=[name])
+    return cloning(moved) if quantity.phase == "forward_pre" else moved
+
+
+def cloning(entry: KeepEntry) -> KeepEntry:
+    """Returns a capture that copies the tensors, which the engine changes later."""
+    if "features" in entry.options:  # values in memory of their own
+        return entry
+    return dataclasses.replace(entry, options={**entry.options, "copy": "clone"})
+
+
 def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Entry]:
     found = modules.selected(entry.what)
     _check(entry, modules)
@@ -234,9 +259,9 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Entr
         for name, info in found.items():
             width, _ = info.captured(name, entry.options)
             check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
+            check_features(entry, f"tensor at {name!r}", width)
         if entry.options.get("inputs"):
-            # A buffer of the runner may be one of them.
-            return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
+            return [cloning(entry)]  # a buffer of the runner may be one of them
     else:
         index = entry.hook.output_index
         if entry.phase != "forward":

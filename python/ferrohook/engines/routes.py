@@ -1,4 +1,4 @@
-"""Routes of an engine's server: what plans may do there, and the vectors that they name."""
+"""Routes of an engine's server: what plans may do there, and the uploads that they name."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from abc import ABC, abstractmethod
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-import safetensors
-import safetensors.torch
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
+from torch import Tensor
 
-from ferrohook.engines.wire import NAME
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.engines.wire import NAME, NOUNS, Upload, bytes_of, unpacked_uploads
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-    from torch import Tensor
 
-    from ferrohook.engines.uploads import Vectors
+    from ferrohook.engines.uploads import Uploads
 
 _MOST_BYTES: Final = 2**28
 _MOST_ARRIVING: Final = 2 * _MOST_BYTES
 """Bytes of all bodies that are on their way or being read at a time."""
+_MOST_HEADER: Final = 2**16
+"""Bytes of a body beside those of its tensors."""
+_SHOWN: Final = 200
+"""Characters of a name in an error."""
 _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
 """Fields of a body in which a plan comes."""
 
@@ -36,12 +40,12 @@ _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
 class EngineRoutes(ABC):
     """Routes below /v1/ferrohook, beside an engine's own.
 
-    An engine derives from it, and answers where its vectors are.
+    An engine derives from it, and answers where its uploads are.
     """
 
     def __init__(self) -> None:
-        self._changing_vectors = asyncio.Lock()
-        """Held while a name and the worker's vector of its digest change together."""
+        self._changing_uploads = asyncio.Lock()
+        """Held while a name and the worker's upload of its digest change together."""
         self._arriving = 0
         """Bytes of bodies that are on their way or being read."""
 
@@ -52,6 +56,9 @@ class EngineRoutes(ABC):
         router.get("/vectors")(self.vectors)
         router.put("/vectors")(self.put_vectors)
         router.delete("/vectors/{name:path}")(self.drop_vector)
+        router.get("/dictionaries")(self.dictionaries)
+        router.put("/dictionaries")(self.put_dictionaries)
+        router.delete("/dictionaries/{name:path}")(self.drop_dictionary)
         return router
 
     @abstractmethod
@@ -59,52 +66,73 @@ class EngineRoutes(ABC):
         """Tells what plans may do here; 501 if they are refused, with the reason."""
 
     @abstractmethod
-    async def _uploaded(self) -> Vectors:
-        """Returns the uploaded vectors; 501 if plans are refused, with the reason."""
+    async def _uploaded(self) -> Uploads:
+        """Returns what was uploaded; 501 if plans are refused, with the reason."""
 
     @abstractmethod
     async def _send(self, data: bytes, digests: dict[str, str]) -> None:
-        """Sends vectors, as safetensors by their digests, to where the model runs.
+        """Sends uploads, as safetensors by their digests, to where the model runs.
 
         Args:
-            data: the vectors.
+            data: the uploads.
             digests: by name.
         """
 
     @abstractmethod
     async def _discard(self, digest: str, name: str = "") -> None:
-        """Discards a vector, and a name of it, where the model runs."""
+        """Discards an upload, and a name of it, where the model runs."""
 
     async def vectors(self) -> dict[str, list[int]]:
         """Lists the uploaded vectors, with their shapes."""
-        vectors = await self._uploaded()
-        return {name: list(vectors[name].shape) for name in vectors}
+        found = (await self._uploaded()).of_kind(Tensor)
+        return {name: list(vector.shape) for name, (vector, _) in found.items()}
+
+    async def dictionaries(self) -> dict[str, dict[str, Any]]:
+        """Lists the uploaded dictionaries, with their digests."""
+        found = (await self._uploaded()).of_kind(Dictionary)
+        return {name: _described(each, digest) for name, (each, digest) in found.items()}
 
     async def put_vectors(self, request: Request) -> dict[str, list[int]]:
         """Takes vectors as a safetensors body.
 
-        422 for any other, 413 for too many or too long, 503 while too many others arrive.
+        422 for any other, 413 for too many or too long, 409 for a name of a dictionary, 503 while
+        too many others arrive.
         """
+        put = await self._put(request, Tensor, await self._uploaded(), _MOST_BYTES)
+        return {name: list(vector.shape) for name, (vector, _) in put.items()}
+
+    async def put_dictionaries(self, request: Request) -> dict[str, dict[str, Any]]:
+        """Takes dictionaries as a safetensors body, see `packed_uploads`; as `put_vectors`."""
         uploaded = await self._uploaded()
-        async with self._body(request) as body:
+        most_bytes = uploaded.most_bytes + _MOST_HEADER
+        put = await self._put(request, Dictionary, uploaded, most_bytes)
+        return {name: _described(each, digest) for name, (each, digest) in put.items()}
+
+    async def _put(
+        self, request: Request, kind: type[Upload], uploaded: Uploads, most_bytes: int
+    ) -> dict[str, tuple[Any, str]]:
+        """Takes uploads of a kind; returns them and their digests, by name."""
+        async with self._body(request, most_bytes) as body:
             # In a thread: seconds, in which the engine's texts would stand still.
-            vectors = await asyncio.to_thread(_read, body)
-            async with self._changing_vectors:
+            uploads = await asyncio.to_thread(_read, body, kind)
+            async with self._changing_uploads:
                 try:
-                    data, digests = await asyncio.to_thread(uploaded.packed, vectors)
+                    data, digests = await asyncio.to_thread(uploaded.packed, uploads)
                 except ValueError as error:
                     raise HTTPException(413, str(error)) from error
+                except HookError as error:
+                    raise HTTPException(409, str(error)) from error
                 await self._send(data, digests)
-                for digest in uploaded.put(vectors, digests):
+                for digest in uploaded.put(uploads, digests):
                     await self._discard(digest)
-        return {name: list(vector.shape) for name, vector in vectors.items()}
+        return {name: (each, digests[name]) for name, each in uploads.items()}
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request, most_bytes: int) -> AsyncIterator[bytes]:
         """Takes the body of a request; refuses one that is too long before it has come."""
-        refused = HTTPException(413, f"an upload of vectors must not exceed {_MOST_BYTES:,} bytes")
+        refused = HTTPException(413, f"an upload must not exceed {most_bytes:,} bytes")
         told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > _MOST_BYTES:
+        if told.isdecimal() and int(told) > most_bytes:
             raise refused
         parts, size = [], 0
         try:
@@ -112,30 +140,56 @@ class EngineRoutes(ABC):
                 parts.append(part)
                 size += len(part)
                 self._arriving += len(part)
-                if size > _MOST_BYTES:
+                if size > most_bytes:
                     raise refused
-                if self._arriving > _MOST_ARRIVING:
-                    raise HTTPException(503, "too many vectors are being uploaded: try again later")
+                if self._arriving > max(_MOST_ARRIVING, most_bytes):
+                    raise HTTPException(503, "too many bytes are being uploaded: try again later")
             yield b"".join(parts)
         finally:
             self._arriving -= size
 
     async def drop_vector(self, name: str) -> None:
         """Drops a vector; 404 without one of the name."""
+        await self._drop(name, Tensor)
+
+    async def drop_dictionary(self, name: str) -> None:
+        """Drops a dictionary; 404 without one of the name."""
+        await self._drop(name, Dictionary)
+
+    async def _drop(self, name: str, kind: type[Upload]) -> None:
         uploaded = await self._uploaded()
-        async with self._changing_vectors:
+        async with self._changing_uploads:
             try:
-                digest = uploaded.drop(name)
+                digest = uploaded.drop(name, kind)
             except KeyError:
-                raise HTTPException(404, f"no vector {name!r} was uploaded") from None
+                raise HTTPException(404, f"no {NOUNS[kind]} {name!r} was uploaded") from None
             await self._discard(digest, name)
 
 
-def _read(body: bytes) -> dict[str, Tensor]:
+def _read(body: bytes, kind: type[Upload]) -> dict[str, Upload]:
     try:
-        return safetensors.torch.load(body)
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise HTTPException(422, f"the body is not valid safetensors: {error}") from error
+        uploads = unpacked_uploads(body)
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from error
+    for name, each in uploads.items():
+        if not isinstance(each, kind):
+            msg = f"the body has {name[:_SHOWN]!r}, which is no {NOUNS[kind]}"
+            raise HTTPException(422, msg)
+        if isinstance(each, Dictionary) and each.name != name:
+            msg = f"the settings of the dictionary {name!r} say another name, {each.name!r}"
+            raise HTTPException(422, msg)
+    return uploads
+
+
+def _described(dictionary: Dictionary, digest: str) -> dict[str, Any]:
+    return {
+        "digest": digest,
+        "bytes": bytes_of(dictionary),
+        "activation": dictionary.formula.activation,
+        "d_in": dictionary.d_in,
+        "d_out": dictionary.d_out,
+        "d_sae": dictionary.d_sae,
+    }
 
 
 class PlanGate:

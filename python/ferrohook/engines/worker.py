@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 
+from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import EnginePlans
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
     from ferrohook.engines.support import Capabilities
+    from ferrohook.engines.wire import Upload
     from ferrohook.plans import Plan, Prepared, Request
     from ferrohook.rows.batches import GatheredModule
 
@@ -163,7 +165,7 @@ class EngineWorker:
         Args:
             request_id: as the steps call it.
             prompt_length: tokens of its prompt.
-            digest: of its plan and vectors.
+            digest: of its plan and the uploads that it names.
             read: returns the plan, rewritten; called if it is not prepared.
             key: name of its captures.
 
@@ -179,6 +181,11 @@ class EngineWorker:
         self.requests[request_id] = EngineRequest(
             request_id, prepared, prompt_length, digest, key, captures
         )
+
+    def forget(self, upload: Upload | None) -> None:
+        """Drops what is kept of a discarded upload beside the requests that run."""
+        if isinstance(upload, Dictionary) and self.served is not None:
+            self.served.plans.forget(upload)
 
     def check_free(self, names: Iterable[str | None]) -> None:
         """Checks that no request with a plan has one of these names.

@@ -546,6 +546,14 @@ def _check_place(what: Selector) -> None:
         raise HookTypeError(msg)
 
 
+def dictionary_in(entry: PlanEntry) -> Dictionary | None:
+    """Returns the dictionary whose features an entry changes, reads or captures."""
+    used = entry.hook if isinstance(entry, HookEntry) else None
+    used = entry.gate.reading if isinstance(entry, GateEntry) else used
+    found: Dictionary | None = getattr(used, "dictionary", entry.options.get("features"))
+    return found
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return "all"

@@ -174,7 +174,8 @@ class Plan:
             max_text: characters of the text.
             max_entries: entries of the plan.
             max_selectors: selectors of all entries, each member of a list counted.
-            max_bytes: bytes of all tensors, a named one counted at each use.
+            max_bytes: bytes of all tensors, a named one counted at each use, and of the weights of
+                all features that entries name by number.
 
         Raises:
             ValueError: the text is no plan, has a key twice or an unknown one, or exceeds a limit;

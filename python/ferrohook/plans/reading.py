@@ -232,6 +232,7 @@ class _Reader:
                 own[name] = self._condition(it, place)
             else:
                 own[name] = _read_option(name, it, place)
+        self._count_features(own.get("features"), own.get("index"), path)
         with _named(path):
             return _MAKERS[kind](**own)
 
@@ -272,8 +273,16 @@ class _Reader:
                 fields[name] = [_plain(each, place) for each in it]
             else:
                 fields[name] = _plain(it, place)
+        self._count_features(fields["dictionary"], fields["index"], path)
         with _named(path):
             return Feature(**fields)
+
+    def _count_features(self, dictionary: Dictionary | None, index: Any, path: str) -> None:
+        """Counts the weights of features that the plan copies."""
+        if dictionary is not None and index is not None:
+            features = len(index) if isinstance(index, list) else 1
+            width = dictionary.d_in + dictionary.d_out
+            self._count_bytes(features * width * dictionary.dtype.itemsize, path)
 
     def _dictionary(self, value: Any, path: str) -> Dictionary:
         name = _text(value, path)
@@ -345,6 +354,7 @@ class _Reader:
                 fields[name] = _ids(it, place)
             else:
                 fields[name] = _plain(it, place)
+        self._count_features(fields.get("dictionary"), 0, path)
         with _named(path):
             return cls(**fields)
 
@@ -370,10 +380,7 @@ class _Reader:
             )
             raise ValueError(msg)
         size = math.prod(shape) * dtypes[dtype].itemsize
-        self._bytes += size
-        if self._bytes > self._limits.max_bytes:
-            msg = f"{path}: the plan's tensors exceed max_bytes={self._limits.max_bytes:,}"
-            raise ValueError(msg)
+        self._count_bytes(size, path)
         with _named(path):
             own = dtypes[dtype]
             made = _decoded(fields["base64"], own, shape, size) if load is None else load()
@@ -381,6 +388,12 @@ class _Reader:
             msg = f"{path}: the tensor contains NaN or infinity"
             raise ValueError(msg)
         return made
+
+    def _count_bytes(self, size: int, path: str) -> None:
+        self._bytes += size
+        if self._bytes > self._limits.max_bytes:
+            msg = f"{path}: the plan's tensors exceed max_bytes={self._limits.max_bytes:,}"
+            raise ValueError(msg)
 
     def _count_selectors(self, count: int, path: str) -> None:
         self._selectors += count

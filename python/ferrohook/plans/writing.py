@@ -23,7 +23,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.gates.aggregation import Ema, Window
 from ferrohook.gates.conditions import Combined, Comparison, Condition, Not, Ramp
 from ferrohook.gates.readings import READINGS, Reading
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, StopEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, StopEntry, dictionary_in
 from ferrohook.util.arguments import describe
 from ferrohook.util.texts import name_of
 
@@ -53,10 +53,8 @@ def _check_dictionaries(entries: tuple[Entry, ...]) -> None:
     """Refuses two dictionaries of one name, which a reader could not tell apart."""
     found: dict[str | None, Dictionary] = {}
     for number, entry in enumerate(entries):
-        used = entry.hook if isinstance(entry, HookEntry) else None
-        used = entry.gate.reading if isinstance(entry, GateEntry) else used
-        own = getattr(used, "dictionary", entry.options.get("features"))
-        if isinstance(own, Dictionary) and found.setdefault(own.name, own) != own:
+        own = dictionary_in(entry)
+        if own is not None and found.setdefault(own.name, own) != own:
             msg = f"entries[{number}]: the plan has two dictionaries named {own.name!r}"
             raise ValueError(msg)
 

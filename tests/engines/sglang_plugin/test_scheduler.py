@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import dataclasses
 import gc
 import json
 import re
@@ -16,10 +19,13 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
+from ferrohook.engines.sglang.front_end import _with_uploads
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import SchedulerWorker
-from ferrohook.engines.wire import FIELD
+from ferrohook.engines.uploads import Uploads
+from ferrohook.engines.wire import FIELD, NAME, VECTORS, packed_uploads
 from support import engine_scenes as scenes
+from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
 from support.engine_scenes import (
     HOSTILE,
     NEW,
@@ -34,7 +40,7 @@ from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answe
 from support.sglang_engine import abort, answer_of, request, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from support.sglang_engine import Local
 
@@ -445,3 +451,48 @@ def test_capabilities() -> None:
     found = capabilities("sglang")
     assert found.works
     assert "tensor parallelism" in found.refused
+
+
+def test_dictionaries_have_names(llama: Any, local: Local) -> None:
+    """Requests of one batch that set and read features; a name means one dictionary at a time."""
+    uploads = Uploads(2**30)
+
+    def put(seed: int) -> None:
+        made = {str(each.name): each for each in dictionaries(seed).values()}
+        data, digests = uploads.packed(made)
+        assert local.worker.answer_call("put", base64.b64encode(data).decode()) == {}
+        uploads.put(made, digests)
+
+    def asked(name: str, job: FeatureJob) -> Any:
+        params = {"custom_params": {NAME: job.plan.to_json()}}
+        return request(name, job.prompt, params=asyncio.run(_with_uploads(params, uploads)))
+
+    def check(jobs: Sequence[FeatureJob]) -> None:
+        found = local.run([[asked(str(number), job) for number, job in enumerate(jobs)]])
+        for number, job in enumerate(jobs):
+            answer = found[str(number)]
+            job.check(llama[1], Given(answer["tokens"], *sglang.activations(answer), 0))
+
+    jobs = random_feature_jobs(8)
+    put(seed=0)
+    check(jobs)
+    waiting = asked("late", jobs[0])
+    # Others of these names: the cache still has values changed by the former ones.
+    put(seed=1)
+    check([dataclasses.replace(job, seed=1) for job in jobs])
+    late = local.run([[waiting]])["late"]  # its plan names the former one
+    jobs[0].check(llama[1], Given(late["tokens"], *sglang.activations(late), 0))
+    for digest in [*local.worker._dictionaries]:
+        local.worker.answer_call("drop", digest)
+    finish = local.run([[asked("gone", jobs[0])]])["gone"]["finish"]
+    assert finish["status_code"] == 400
+    assert "dictionaries were dropped before the request came: [" in finish["message"]
+    assert "no dictionary named 'sae/" in refusal(local, jobs[0].plan)
+
+
+@pytest.mark.parametrize("digests", ["", "5", "{", '{"a": []}', '{"a": "gone"}', "[[1, 2]]"])
+def test_digests_that_a_client_made_up_are_400(local: Local, digests: str) -> None:
+    data = base64.b64encode(packed_uploads({}, digests=digests)).decode()
+    params = {"custom_params": {NAME: random_feature_jobs(1)[0].plan.to_json(), VECTORS: data}}
+    finish = local.run([[request("one", PROMPT, params=params)]])["one"]["finish"]
+    assert finish["status_code"] == 400

@@ -14,6 +14,8 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import sglang
+from support.dictionary_jobs import dictionaries, random_feature_jobs
+from support.engine_scenes import Given
 from support.engines import Change, Job
 from support.serving import EOS, WIDTH, Answer
 from support.sglang_engine import ENVIRONMENT, OPTIONS
@@ -91,3 +93,21 @@ def test_vectors_by_name(llama: Any, engine: Any) -> None:
         engine.generate(input_ids=PROMPT, sampling_params=asked)
     with pytest.raises(fh.HookTypeError, match="the vector 'calm' must be a tensor"):
         sglang.put_vectors(engine, {"calm": [1.0]})  # type: ignore[dict-item]
+
+
+def test_dictionaries_by_name(llama: Any, engine: Any) -> None:
+    made = dictionaries()
+    sglang.put_dictionaries(engine, made.values())
+    jobs = random_feature_jobs(4)
+
+    def ask() -> Any:
+        asked = [params(job.plan) for job in jobs]
+        return engine.generate(input_ids=[job.prompt for job in jobs], sampling_params=asked)
+
+    for job, each in zip(jobs, ask(), strict=True):
+        job.check(llama[1], Given([*each["output_ids"]], *sglang.activations(each), 0))
+    sglang.drop_dictionaries(engine, [each.name for each in made.values()])
+    with pytest.raises(KeyError):
+        sglang.drop_dictionaries(engine, ["sae/relu"])
+    with pytest.raises(ValueError, match=r"no dictionary 'sae/\w+' was uploaded; uploaded: none"):
+        ask()

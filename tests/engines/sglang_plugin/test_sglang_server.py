@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ import support.engines
 from ferrohook.client import Client, PlanFailedError, RequestRefusedError
 from ferrohook.engines import sglang
 from ferrohook.engines.wire import VECTORS
-from support.engine_scenes import check_fuzzed, spoilt_plans
+from support.dictionary_jobs import dictionaries, random_feature_jobs
+from support.engine_scenes import Given, check_fuzzed, spoilt_plans
 from support.engine_server import check_unserved_routes
 from support.engines import Change, Job
 from support.serving import EOS, WIDTH, Answer, random_jobs
@@ -234,6 +236,22 @@ def test_vectors_are_uploaded_once(llama: Any, server: Server) -> None:
             client.generate(PROMPT, named("calm/1"), max_tokens=NEW)
     path = f"{server.address}/v1/ferrohook/vectors"
     assert httpx.put(path, content=b"no safetensors").status_code == 422
+
+
+def test_dictionaries_are_uploaded_once(llama: Any, server: Server) -> None:
+    jobs = random_feature_jobs(4)
+    with Client(server.address) as client:
+        for seed in (0, 1):  # a name means another one then
+            client.put_dictionaries(dictionaries(seed).values())
+            for job in (dataclasses.replace(it, seed=seed) for it in jobs):
+                found = client.generate(job.prompt, job.plan, max_tokens=NEW, temperature=0)
+                given = tokens(found.text)
+                given += [EOS] * (len(given) < NEW)
+                job.check(llama[1], Given(given, found.acts, found.positions, 0))
+        client.drop_dictionaries(["sae/relu", "sae/groupmax"])
+        assert client.dictionaries() == {}
+        with pytest.raises(RequestRefusedError, match="no dictionary 'sae/"):
+            client.generate(PROMPT, jobs[0].plan, max_tokens=NEW)
 
 
 @pytest.mark.parametrize("data", ["", "none", "AAAA", 5, ["a"], {"calm": 1.0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from ferrohook.engines.vllm.plugin import connect
 from ferrohook.engines.wire import unpacked
 from ferrohook.plans.entries import KeepEntry
 from support import engine_scenes as scenes
+from support.dictionary_jobs import dictionaries, random_feature_jobs
 from support.engine_scenes import (
     NEW,
     POSITIONS_FROM_THE_END,
@@ -529,3 +531,28 @@ def test_capabilities() -> None:
     found = capabilities("vllm")
     assert found.works
     assert "pipeline parallelism" in found.refused
+
+
+def test_dictionaries_have_names(models: Any, llm: Any) -> None:
+    """Requests of one batch that set and read features; a name means one dictionary at a time."""
+    _, model = models["llama"]
+    made = dictionaries()
+    vllm.put_dictionaries(llm, made.values())
+    jobs = random_feature_jobs(8)
+    prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
+
+    def check(checked: Any) -> None:
+        asked = [sampling(job.plan) for job in checked]
+        for job, output in zip(checked, llm.generate(prompts, asked, use_tqdm=False), strict=True):
+            captured = vllm.activations(llm, output)
+            job.check(model, Given([*output.outputs[0].token_ids], *captured, 0))
+
+    check(jobs)
+    # Others of these names: the cache still has values changed by the former ones.
+    vllm.put_dictionaries(llm, dictionaries(seed=1).values())
+    check([dataclasses.replace(job, seed=1) for job in jobs])
+    vllm.drop_dictionaries(llm, [each.name for each in made.values()])
+    with pytest.raises(ValueError, match=r"no dictionary 'sae/\w+' was uploaded; uploaded: none"):
+        check(jobs)
+    with pytest.raises(KeyError):
+        vllm.drop_dictionaries(llm, ["sae/relu"])

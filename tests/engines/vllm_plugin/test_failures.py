@@ -62,8 +62,8 @@ def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, ll
         finished |= {it.request_id: it for it in engine.step() if it.finished}
     (text,) = finished["failing"].outputs
     assert text.finish_reason == "error"
-    assert "vectors were dropped before the request ran" in text.stop_reason
-    with pytest.raises(fh.HookError, match="vectors were dropped before the request ran"):
+    assert "uploads were dropped before the request ran" in text.stop_reason
+    with pytest.raises(fh.HookError, match="uploads were dropped before the request ran"):
         vllm.activations(llm, "failing")
     check(model, STEERED, finished["other"])
 

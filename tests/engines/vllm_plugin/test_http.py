@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
 import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +27,16 @@ from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.vllm import calls, http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import RunnerWorker
-from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
+from ferrohook.engines.wire import (
+    FIELD,
+    HEADER,
+    digest_of,
+    error_of,
+    packed_uploads,
+    unpacked,
+)
 from ferrohook.engines.worker import ServedModel
+from support.dictionaries import dictionary_of
 from support.vllm_server import frames_of
 from support.vllm_shapes import config
 
@@ -314,7 +324,7 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
         await put
 
     asyncio.run(run())
-    assert [*engine.worker._vectors.values()]
+    assert [*engine.worker._uploads.values()]
 
 
 def test_a_name_means_a_vector_once_all_ranks_have_it(engine: Engine) -> None:
@@ -325,6 +335,42 @@ def test_a_name_means_a_vector_once_all_ranks_have_it(engine: Engine) -> None:
     data = safetensors.torch.save({"a": torch.ones(WIDTH)})
     assert asyncio.run(asked(engine, "PUT", "vectors", content=data)).is_success
     assert sent == [set(), {"a"}]
+
+
+def test_a_dictionary_of_another_server(engine: Engine) -> None:
+    """Both servers ask the worker for it; the worker has it once, for all requests."""
+    other = Engine()
+    other.worker = engine.worker
+    modules, _ = engine.worker.loaded_model()
+    engine.worker.served = ServedModel(modules, EnginePlans(engine.model, size=4))
+    for each in (engine, other):
+        each.vllm_config.parallel_config._api_process_count = 2
+    made = dictionary_of("relu", width=WIDTH, name="sae")
+    plan = fh.Plan(fh.on("0", fh.Feature(made, 3, set=2.0)))
+
+    async def run() -> None:
+        data = packed_uploads({"sae": made})
+        assert (await asked(engine, "PUT", "dictionaries", content=data)).is_success
+        told = (await asked(other, "GET", "dictionaries")).json()["sae"]
+        assert told["digest"] == digest_of(made)
+        front_end = await connect_async(other)
+        params = types.SimpleNamespace(extra_args={"ferrohook": plan.to_json()})
+        assert front_end.names_uploads(params)
+        await other.send(plan)
+        other.step(PROMPT)
+        assert (await asked(other, "DELETE", "dictionaries/sae")).is_success
+        assert (await asked(engine, "GET", "dictionaries")).json() == {}
+
+    asyncio.run(run())
+    assert engine.worker.failures() == {}
+    assert engine.worker.requests["a-engine"].tokens == PROMPT
+    assert engine.worker._uploads == {}
+    (prepared,) = plans = [*engine.worker.loaded_model().plans._alive.values()]
+    dictionary = weakref.ref(prepared.entries[0].hook.dictionary)
+    engine.worker.retire("a-engine")
+    del prepared, plans
+    gc.collect()
+    assert dictionary() is None, "a prepared plan keeps a dropped dictionary"
 
 
 def test_captures_of_another_server(engine: Engine) -> None:
@@ -403,7 +449,7 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
 def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, in bytes and in the length of names; a list of names in an error is short."""
     engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
-    monkeypatch.setattr(uploads, "_MOST_VECTORS", 14)
+    monkeypatch.setattr(uploads, "_MOST_UPLOADS", 14)
 
     def body(*names: str, numbers: int = 5) -> bytes:
         return safetensors.torch.save({name: torch.rand(numbers) for name in names})
@@ -416,15 +462,15 @@ def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         assert "vectors_bytes" in (await put(body("a", numbers=101))).text
         assert "at most 14" in (await put(body(*map(str, range(15))))).text
         assert (await put(b"", **{"content-length": str(2**40)})).status_code == 413
-        assert [*engine.worker._vectors] == []
+        assert [*engine.worker._uploads] == []
         assert (await put(body("a/b", *map(str, range(11))))).is_success
         with pytest.raises(ValueError, match=r"uploaded: (\S+, ){10}\.\.\.$"):
-            (await connect_async(engine)).vectors["none"]
+            (await connect_async(engine)).uploads.find("none", torch.Tensor)
         assert (await asked(engine, "DELETE", "vectors/a/b")).is_success
-        assert len(engine.worker._vectors) == 11
+        assert len(engine.worker._uploads) == 11
         for _ in range(40):  # a name that means another vector each time
             assert (await put(body("0"))).is_success
-        assert sum(it.nbytes for it in engine.worker._vectors.values()) <= 400
+        assert sum(it.nbytes for it in engine.worker._uploads.values()) <= 400
 
     asyncio.run(run())
 

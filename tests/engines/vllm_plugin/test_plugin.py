@@ -258,7 +258,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
     if plan is not None:
         payload = {
             "plan": plan.to_json(),
-            "vectors": {},
+            "uploads": {},
             "digest": str(hash(plan)),
             "key": f"key of {name}",
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,15 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
-from ferrohook.client import AsyncClient, Client, PlanFailedError, RequestRefusedError
+from ferrohook.client import (
+    AsyncClient,
+    Client,
+    PlanFailedError,
+    RequestRefusedError,
+    ServerError,
+)
+from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
+from support.engine_scenes import Given
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import NEW, Server, serving
@@ -83,6 +92,29 @@ def test_vectors_by_name(models: Any, client: Client) -> None:
     client.drop_vectors(["calm"])
     with pytest.raises(KeyError):
         client.drop_vectors(["calm"])
+
+
+def test_dictionaries_by_name(models: Any, server: Server, client: Client) -> None:
+    """Requests at once that share dictionaries; a name means one at a time."""
+    jobs = random_feature_jobs(6)
+
+    async def ask(asked: list[FeatureJob]) -> list[Generated]:
+        async with AsyncClient(server.address, api_key="secret") as one:
+            await one.put_dictionaries(dictionaries(asked[0].seed).values())
+            return await asyncio.gather(
+                *(one.generate(job.prompt, job.plan, **OPTIONS) for job in asked)
+            )
+
+    for seed in (0, 1):
+        asked = [dataclasses.replace(job, seed=seed) for job in jobs]
+        for job, found in zip(asked, asyncio.run(ask(asked)), strict=True):
+            job.check(models["llama"][1], Given([*found.token_ids], found.acts, {}, 0))
+    with Client(server.address) as other, pytest.raises(ServerError, match="401"):
+        other.dictionaries()
+    assert client.dictionaries().keys() == {"sae/relu", "sae/groupmax"}
+    client.drop_dictionaries(["sae/relu", "sae/groupmax"])
+    with pytest.raises(RequestRefusedError, match="no dictionary 'sae/"):
+        client.generate(PROMPT, jobs[0].plan, **OPTIONS)
 
 
 def test_errors(client: Client) -> None:

@@ -462,9 +462,12 @@ class ModuleTable:
                 found.append(CaptureEntry(gates[gate], dtype.itemsize, values))
                 continue
             modules = self.selected(entry.what)
+            whole = "features" in entry.options
             values = [
                 CapturedValue(
-                    entry.name_of(path), entry.name_of(self.place_of(path)), self.heads_of(path)
+                    entry.name_of(path),
+                    entry.name_of(self.place_of(path)),
+                    None if whole else self.heads_of(path),
                 )
                 for path in modules
             ]
@@ -497,6 +500,10 @@ def _row_bytes(info: ModuleInfo, name: str, entry: KeepEntry) -> int:
     """Returns the bytes per token of a capture."""
     width, size = info.captured(name, entry.options)
     dtype: torch.dtype | None = entry.options.get("dtype")
+    if "features" in entry.options:
+        index = entry.options.get("index")
+        width = 2 * entry.options["top"] if index is None else len(index)
+        dtype = dtype or torch.float32
     return size if dtype is None else width * dtype.itemsize
 
 

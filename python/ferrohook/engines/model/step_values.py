@@ -172,14 +172,21 @@ class StepValues(NamedTuple):
                 raise ValueError(msg)
             _check_vector(entry.hook, where, found, dim)
             return
-        index = entry.options.get("slice")
         for tensor in tensors:
-            if all(tensor is not it for it in with_rows):
-                _cut(tensor, index, where, tensor.shape)
-            elif entry.at is None or dim == 0:
-                check_slice(index, where, tensor.shape, dim)
-            else:
-                check_slice(index, where, tensor.shape[dim:])
+            check_features(entry, where, tensor.shape[-1], *tensor.shape[-2:-1])
+            rows = dim if any(tensor is it for it in with_rows) else None
+            _check_cut(entry, where, tensor, rows)
+
+
+def _check_cut(entry: Entry, where: str, tensor: Tensor, dim: int | None) -> None:
+    """Checks the slice of a capture; `dim` of the rows is None for a tensor without."""
+    index = entry.options.get("slice")
+    if dim is None:
+        _cut(tensor, index, where, tensor.shape)
+    elif entry.at is None or dim == 0:
+        check_slice(index, where, tensor.shape, dim)
+    else:
+        check_slice(index, where, tensor.shape[dim:])
 
 
 def _part(where: str, value: Any, part: Any) -> Any:
@@ -246,4 +253,24 @@ def check_width(hook: Intervention, tensor: str, width: int) -> None:
     """
     if not hook.fits((width,)):
         msg = f"{hook!r} has a width of {hook.width}, but the {tensor} has {width}"
+        raise ValueError(msg)
+
+
+def check_features(entry: Entry, tensor: str, width: int, heads: int = 1) -> None:
+    """Checks that the dictionary of a capture reads a tensor.
+
+    Args:
+        entry: of a plan; any but a capture with `features` passes.
+        tensor: description of the tensor, for the error.
+        width: of the tensor.
+        heads: its dimension before the last one, if these may be heads.
+
+    Raises:
+        ValueError: it does not.
+    """
+    dictionary = entry.options.get("features")
+    if dictionary is not None and dictionary.d_in not in {width, heads * width}:
+        msg = (
+            f"{dictionary!r} reads vectors of width {dictionary.d_in}, but the {tensor} has {width}"
+        )
         raise ValueError(msg)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from ferrohook.engines.sglang.clients import activations as activations
 from ferrohook.engines.sglang.clients import custom_params as custom_params
+from ferrohook.engines.sglang.clients import drop_dictionaries as drop_dictionaries
 from ferrohook.engines.sglang.clients import drop_vectors as drop_vectors
+from ferrohook.engines.sglang.clients import put_dictionaries as put_dictionaries
 from ferrohook.engines.sglang.clients import put_vectors as put_vectors
 from ferrohook.engines.sglang.supported import CAPABILITIES as CAPABILITIES
 from ferrohook.engines.wire import Captured as Captured
@@ -24,6 +26,8 @@ __all__ = [
     "Captured",
     "activations",
     "custom_params",
+    "drop_dictionaries",
     "drop_vectors",
+    "put_dictionaries",
     "put_vectors",
 ]

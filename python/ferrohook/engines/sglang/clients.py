@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.engines.sglang.front_end import vectors_of
+from torch import Tensor
+
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.dictionaries.packing import by_name
+from ferrohook.engines.sglang.front_end import ask, put, uploads_of
 from ferrohook.engines.wire import FIELD, NAME, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
 
     from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
@@ -54,11 +56,12 @@ def put_vectors(engine: Any, vectors: Mapping[str, Tensor]) -> None:
         vectors: by name.
 
     Raises:
+        HookError: a dictionary has the name of one.
         HookTypeError: a vector is no tensor.
         ValueError: there would be too many, too many bytes of them (`vectors_bytes`), or a name is
             too long.
     """
-    uploaded = vectors_of(engine.tokenizer_manager)
+    uploaded = uploads_of(engine.tokenizer_manager)
     _, digests = uploaded.packed(vectors)
     uploaded.put(vectors, digests)
 
@@ -70,4 +73,39 @@ def drop_vectors(engine: Any, names: Iterable[str]) -> None:
         KeyError: no vector has the name.
     """
     for name in names:
-        vectors_of(engine.tokenizer_manager).drop(name)
+        uploads_of(engine.tokenizer_manager).drop(name, Tensor)
+
+
+def put_dictionaries(engine: Any, dictionaries: Iterable[Dictionary]) -> None:
+    """Uploads dictionaries, which plans name as they do in JSON, by `Dictionary.name`.
+
+    A name that was used before means the new dictionary in the requests to come.
+
+    Args:
+        engine: an `Engine`.
+        dictionaries: each with a name.
+
+    Raises:
+        HookError: a vector has the name of one.
+        HookTypeError: one is no `Dictionary`.
+        ValueError: one has no name, or see `put_vectors`.
+
+    Examples:
+        >>> sae = fh.Dictionary.load("sae/blocks.8.hook_resid_post", name="sae")
+        >>> put_dictionaries(engine, [sae])
+        >>> plan = fh.Plan(fh.on(sae.reads, fh.Feature(sae, 3, set=5.0)))
+    """
+    named = by_name(dictionaries)
+    engine.loop.run_until_complete(put(engine.tokenizer_manager, named))
+
+
+def drop_dictionaries(engine: Any, names: Iterable[str]) -> None:
+    """Drops uploaded dictionaries.
+
+    Raises:
+        KeyError: no dictionary has the name.
+    """
+    manager = engine.tokenizer_manager
+    for name in names:
+        digest = uploads_of(manager).drop(name, Dictionary)
+        engine.loop.run_until_complete(ask(manager, "drop", digest))

@@ -1,8 +1,9 @@
-"""Front end of SGLang: vectors that plans name, and captures in the answers to their requests.
+"""Front end of SGLang: uploads that plans name, and captures in the answers to their requests.
 
-Uploaded vectors stay here; a plan that names some takes them along. Captures come with the last
-output of a request, in SGLang's own additional fields, so that only its client gets them: from
-`/generate`, `Engine` and the OpenAI routes.
+Uploaded vectors stay here; a plan that names some takes them along. The scheduler has the
+dictionaries too; a plan takes their digests along. Captures come with the last output of a request,
+in SGLang's own additional fields, so that only its client gets them: from `/generate`, `Engine` and
+the OpenAI routes.
 """
 
 from __future__ import annotations
@@ -15,42 +16,72 @@ import json
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-import safetensors.torch
-
 from ferrohook.engines.sglang.options import SglangOptions
-from ferrohook.engines.uploads import Vectors, VectorsOfPlan
-from ferrohook.engines.wire import FIELD, NAME, VECTORS
-from ferrohook.errors import HookTypeError
-from ferrohook.plans import Plan
+from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
+from ferrohook.engines.wire import DIGESTS, FIELD, NAME, VECTORS, packed_uploads
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
+
+    from ferrohook.engines.wire import Upload
 
 _END: Final = "data: [DONE]"
 _LARGE: Final = 2**16
 """Characters of a plan from which it is read in a thread: about a millisecond."""
-_vectors: weakref.WeakKeyDictionary[Any, Vectors] = weakref.WeakKeyDictionary()
-"""Uploaded vectors, by `TokenizerManager`."""
+_uploads: weakref.WeakKeyDictionary[Any, Uploads] = weakref.WeakKeyDictionary()
+"""Uploaded vectors and dictionaries, by `TokenizerManager`."""
 
 
-def vectors_of(manager: Any) -> Vectors:
-    """Returns the vectors that were uploaded to a `TokenizerManager`.
+def uploads_of(manager: Any) -> Uploads:
+    """Returns what was uploaded to a `TokenizerManager`.
 
     Raises:
         ValueError: the options of the engine are bad.
     """
-    if manager not in _vectors:
-        _vectors[manager] = Vectors(SglangOptions.of_environment().vectors_bytes)
-    return _vectors[manager]
+    if manager not in _uploads:
+        _uploads[manager] = Uploads(SglangOptions.of_environment().vectors_bytes)
+    return _uploads[manager]
 
 
-async def ask_description(manager: Any) -> dict[str, Any]:
-    """Asks the scheduler of a `TokenizerManager` what plans may do."""
+async def ask(manager: Any, call: str = "describe", argument: str = "") -> dict[str, Any]:
+    """Asks the scheduler of a `TokenizerManager`: it calls one of `SchedulerWorker.CALLS`.
+
+    Raises:
+        HookError: the call failed.
+    """
     manager.auto_create_handle_loop()
     question = importlib.import_module("sglang.srt.managers.io_struct").GetInternalStateReq
-    answers = await manager.get_internal_state_communicator(question(rid=NAME))
-    described: dict[str, Any] = answers[0].internal_state[NAME]
-    return described
+    # Clients send no such question, so none of them makes such a call.
+    sent = question(rid=f"{NAME}:{call}:{argument}")
+    answers = await manager.get_internal_state_communicator(sent)
+    answer: dict[str, Any] = answers[0].internal_state[NAME]
+    if "error" in answer:
+        raise HookError(answer["error"])
+    return answer
+
+
+async def send_dictionaries(manager: Any, data: bytes) -> None:
+    """Sends dictionaries, as safetensors by their digests, to the scheduler.
+
+    Raises:
+        HookError: it did not take them.
+    """
+    encoded = await asyncio.to_thread(base64.b64encode, data)
+    await ask(manager, "put", encoded.decode())
+
+
+async def put(manager: Any, uploads: Mapping[str, Upload]) -> None:
+    """Uploads dictionaries.
+
+    Raises:
+        HookError, HookTypeError, ValueError: see `Uploads.packed`.
+    """
+    uploaded = uploads_of(manager)
+    data, digests = uploaded.packed(uploads)
+    await send_dictionaries(manager, data)
+    for digest in uploaded.put(uploads, digests):
+        await ask(manager, "drop", digest)
 
 
 def generating(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +104,14 @@ async def _serving(
     """Yields the outputs of a request, its captures in place of a list of one for each token.
 
     Raises:
-        ValueError: its plan names a vector that was not uploaded.
+        ValueError: its plan names a vector or a dictionary that was not uploaded.
     """
-    if vectors := _vectors.get(manager):
-        params = obj.sampling_params
-        obj.sampling_params = (
-            [await _with_vectors(each, vectors) for each in params]
-            if isinstance(params, list)
-            else await _with_vectors(params, vectors)
-        )
+    uploads, params = uploads_of(manager), obj.sampling_params
+    obj.sampling_params = (
+        [await _with_uploads(each, uploads) for each in params]
+        if isinstance(params, list)
+        else await _with_uploads(params, uploads)
+    )
     obj.ferrohook_captures = {}
     outputs = original(manager, obj, *args, **kwargs)
     async with contextlib.aclosing(outputs):
@@ -136,25 +166,29 @@ async def streaming(
             yield event
 
 
-async def _with_vectors(params: Any, vectors: Vectors) -> Any:
-    """Returns the parameters of a request with the vectors that its plan names."""
+async def _with_uploads(params: Any, uploads: Uploads) -> Any:
+    """Returns the parameters of a request with the uploads that its plan names.
+
+    Vectors come along, of dictionaries the digests.
+    """
     custom = _custom(params)
     text = custom.get(NAME)
-    if not isinstance(text, str) or '"tensor"' not in text:
+    if not isinstance(text, str) or not may_name_uploads(text):
         return params
 
     options = SglangOptions.of_environment()
     options.check_plan(len(text))
 
     def read() -> str:
-        named = VectorsOfPlan.uploaded(vectors)
+        named = UploadsOfPlan(uploads.find)
         try:
-            Plan.from_json(text, named)
+            named.plan(text)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
-        found = {name: vectors[name] for name in named.used}
-        options.check_plan(len(text) + sum(each.nbytes for each in found.values()))
-        return base64.b64encode(safetensors.torch.save(found)).decode()
+        options.check_plan(len(text) + sum(each.nbytes for each in named.vectors.values()))
+        digests = {name: named.used[name] for name in named.dictionaries}
+        data = packed_uploads(dict(named.vectors), **{DIGESTS: json.dumps(digests)})
+        return base64.b64encode(data).decode()
 
     data = await asyncio.to_thread(read) if len(text) > _LARGE else read()
     return {**params, "custom_params": {**custom, VECTORS: data}}

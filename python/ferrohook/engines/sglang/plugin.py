@@ -96,13 +96,14 @@ def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None
 
 
 def _describing(state: Any, scheduler: Any, question: Any) -> None:
-    """Tells what plans may do, where the front end asks for that."""
-    if question.rid == NAME:
+    """Answers a question of the front end, see `front_end.ask`."""
+    rid = question.rid
+    if isinstance(rid, str) and rid.startswith(f"{NAME}:"):
         try:
-            described = _workers[scheduler].describe()
+            answer = _workers[scheduler].answer_call(*rid.split(":", 2)[1:])
         except Exception as error:  # noqa: BLE001 (the answer: the scheduler goes on)
-            described = {"refusal": f"{type(error).__name__}: {error}"}
-        state.internal_state[NAME] = described
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        state.internal_state[NAME] = answer
 
 
 def _limiting(limit: int, req: Any, *_args: Any) -> int:

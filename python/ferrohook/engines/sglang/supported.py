@@ -14,6 +14,7 @@ CAPABILITIES: Final = Capabilities(
     served=(
         "interventions and captures of a request, at positions",
         "any module that runs once per forward, gates, conditions and stop()",
+        "features of uploaded dictionaries",
         "chunked prompts, mixed chunks, the radix cache, retraction, aborts, overlap scheduling",
         "in process, and over HTTP through custom_params",
     ),

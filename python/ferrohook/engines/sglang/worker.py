@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import importlib
 import itertools
+import json
 import logging
 import secrets
 import sys
@@ -26,11 +26,20 @@ from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import reason_of
+from ferrohook.engines.rewriting import cloning
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.uploads import VectorsOfPlan
-from ferrohook.engines.wire import FIELD, NAME, VECTORS, unpacked
+from ferrohook.engines.uploads import UploadsOfPlan
+from ferrohook.engines.wire import (
+    DIGESTS,
+    FIELD,
+    NAME,
+    VECTORS,
+    header_of,
+    unpacked,
+    unpacked_uploads,
+)
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -67,6 +76,8 @@ class SchedulerWorker(EngineWorker):
         """Plans of the last step, and the hook points that they see."""
         self._slots: Any = None
         """Slots of the keys and values of the running step's rows."""
+        self._dictionaries: dict[str, Any] = {}
+        """Uploaded dictionaries, by digest."""
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -128,6 +139,22 @@ class SchedulerWorker(EngineWorker):
         if self.served is None:
             return {"refusal": self.refusal}
         return CAPABILITIES.described(self.served.modules, self._options)
+
+    def answer_call(self, call: str, argument: str) -> dict[str, Any]:
+        """Answers a call of the front end, see `front_end.ask`.
+
+        Args:
+            call: `"describe"`; `"put"` for dictionaries, as safetensors by their digests, in
+                base64; or `"drop"` for one of them.
+            argument: of the call.
+        """
+        if call == "put":
+            self._dictionaries |= unpacked_uploads(base64.b64decode(argument))
+        elif call == "drop":
+            self.forget(self._dictionaries.pop(argument, None))
+        else:
+            return self.describe()
+        return {}
 
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
@@ -230,7 +257,7 @@ class SchedulerWorker(EngineWorker):
             if custom.get(NAME) is not None:
                 self._open(req, custom[NAME], custom.get(VECTORS, ""))
 
-    def _open(self, req: Any, value: Any, vectors: Any) -> None:
+    def _open(self, req: Any, value: Any, uploads: Any) -> None:
         self.loaded_model()
         for feature, is_used in (
             ("beam search", req.beam_group is not None),
@@ -240,8 +267,8 @@ class SchedulerWorker(EngineWorker):
             if is_used:
                 CAPABILITIES.refuse(feature)
         text = text_of(value)
-        self._options.check_plan(len(text) + (len(vectors) if isinstance(vectors, str) else 0))
-        read = self._admission.read(text, VectorsOfPlan.travelled(_vectors(vectors)))
+        self._options.check_plan(len(text) + (len(uploads) if isinstance(uploads, str) else 0))
+        read = self._admission.read(text, self._named(uploads))
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
@@ -255,6 +282,35 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook = name
         if salt is not None:
             req.cache_salt = salt
+
+    def _named(self, data: Any) -> UploadsOfPlan:
+        """Reads the uploads that a plan names: vectors, and the digests of dictionaries.
+
+        Raises:
+            ValueError: they are none, or a dictionary was dropped.
+        """
+        if data == "":
+            return UploadsOfPlan.travelled({})
+        try:
+            content = base64.b64decode(data, validate=True)
+            vectors = safetensors.torch.load(content)
+            text = header_of(content).get("__metadata__", {}).get(DIGESTS, "{}")
+            digests = dict(json.loads(text))
+            dropped = [name for name, it in digests.items() if it not in self._dictionaries]
+        except (
+            safetensors.SafetensorError,
+            KeyError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            msg = f"{VECTORS} must be safetensors in base64: {error}"
+            raise ValueError(msg) from error
+        if dropped:
+            msg = f"dictionaries were dropped before the request came: {dropped}"
+            raise ValueError(msg)
+        found = {name: (self._dictionaries[it], it) for name, it in digests.items()}
+        return UploadsOfPlan.travelled(vectors, found)
 
     def reject(self, req: Any, error: Exception) -> None:
         """Ends a request that is not in the queue yet, with a status of 400."""
@@ -370,21 +426,6 @@ class SchedulerWorker(EngineWorker):
         req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 
 
-def _vectors(data: Any) -> dict[str, Tensor]:
-    """Reads the vectors that travel with a plan.
-
-    Raises:
-        ValueError: they are none.
-    """
-    if data == "":
-        return {}
-    try:
-        return safetensors.torch.load(base64.b64decode(data, validate=True))
-    except (safetensors.SafetensorError, TypeError, ValueError) as error:
-        msg = f"{VECTORS} must be safetensors in base64: {error}"
-        raise ValueError(msg) from error
-
-
 def _abort(reason: str, status: HTTPStatus) -> Any:
     """Makes the end of a request with an error."""
     finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
@@ -433,14 +474,7 @@ class _Nowhere:
 
 def _cloning(plan: Plan) -> Plan:
     """Returns the plan with captures that are copies: SGLang adds to outputs in place."""
-    return Plan(
-        *(
-            dataclasses.replace(entry, options={**entry.options, "copy": "clone"})
-            if isinstance(entry, KeepEntry)
-            else entry
-            for entry in plan.entries
-        )
-    )
+    return Plan(*(cloning(it) if isinstance(it, KeepEntry) else it for it in plan.entries))
 
 
 def _rows(forward_batch: Any) -> tuple[list[str | None], list[int], list[int]]:

@@ -13,10 +13,21 @@ Examples:
 from __future__ import annotations
 
 from ferrohook.engines.vllm.clients import activations as activations
+from ferrohook.engines.vllm.clients import drop_dictionaries as drop_dictionaries
 from ferrohook.engines.vllm.clients import drop_vectors as drop_vectors
 from ferrohook.engines.vllm.clients import extra_args as extra_args
+from ferrohook.engines.vllm.clients import put_dictionaries as put_dictionaries
 from ferrohook.engines.vllm.clients import put_vectors as put_vectors
 from ferrohook.engines.vllm.supported import CAPABILITIES as CAPABILITIES
 from ferrohook.engines.wire import Captured as Captured
 
-__all__ = ["CAPABILITIES", "Captured", "activations", "drop_vectors", "extra_args", "put_vectors"]
+__all__ = [
+    "CAPABILITIES",
+    "Captured",
+    "activations",
+    "drop_dictionaries",
+    "drop_vectors",
+    "extra_args",
+    "put_dictionaries",
+    "put_vectors",
+]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from ferrohook.dictionaries.dictionary import Dictionary
+from ferrohook.dictionaries.packing import by_name
 from ferrohook.engines.vllm.calls import call, taken
 from ferrohook.engines.vllm.plugin import connect
 from ferrohook.engines.wire import unpacked
@@ -12,9 +16,7 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from torch import Tensor
-
-    from ferrohook.engines.wire import Captured
+    from ferrohook.engines.wire import Captured, Upload
     from ferrohook.plans import Plan
 
 
@@ -57,16 +59,12 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     A name that was used before means the new vector in the requests to come.
 
     Raises:
-        HookError: plans are refused in this engine, with the reason.
+        HookError: plans are refused in this engine, with the reason; or a dictionary has the name.
         HookTypeError: a vector is no tensor.
         ValueError: there would be too many, too many bytes of them (`vectors_bytes`), or a name is
             too long.
     """
-    front_end = connect(llm)
-    data, digests = front_end.vectors.packed(vectors)
-    call(llm, "put", data, digests)
-    for digest in front_end.vectors.put(vectors, digests):
-        call(llm, "drop", digest)
+    _put(llm, vectors)
 
 
 def drop_vectors(llm: Any, names: Iterable[str]) -> None:
@@ -75,6 +73,45 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
     Raises:
         KeyError: no vector has the name.
     """
+    _drop(llm, names, Tensor)
+
+
+def put_dictionaries(llm: Any, dictionaries: Iterable[Dictionary]) -> None:
+    """Uploads dictionaries, which plans name as they do in JSON, by `Dictionary.name`.
+
+    A name that was used before means the new dictionary in the requests to come.
+
+    Raises:
+        HookError: plans are refused in this engine, with the reason; or a vector has the name.
+        HookTypeError: one is no `Dictionary`.
+        ValueError: one has no name, or see `put_vectors`.
+
+    Examples:
+        >>> sae = fh.Dictionary.load("sae/blocks.8.hook_resid_post", name="sae")
+        >>> put_dictionaries(llm, [sae])
+        >>> plan = fh.Plan(fh.on(sae.reads, fh.Feature(sae, 3, set=5.0)))
+    """
+    _put(llm, by_name(dictionaries))
+
+
+def drop_dictionaries(llm: Any, names: Iterable[str]) -> None:
+    """Drops uploaded dictionaries.
+
+    Raises:
+        KeyError: no dictionary has the name.
+    """
+    _drop(llm, names, Dictionary)
+
+
+def _put(llm: Any, uploads: Mapping[str, Upload]) -> None:
+    front_end = connect(llm)
+    data, digests = front_end.uploads.packed(uploads)
+    call(llm, "put", data, digests)
+    for digest in front_end.uploads.put(uploads, digests):
+        call(llm, "drop", digest)
+
+
+def _drop(llm: Any, names: Iterable[str], kind: type[Upload]) -> None:
     front_end = connect(llm)
     for name in names:
-        call(llm, "drop", front_end.vectors.drop(name), name)
+        call(llm, "drop", front_end.uploads.drop(name, kind), name)

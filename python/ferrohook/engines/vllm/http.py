@@ -1,4 +1,4 @@
-"""Entry point `vllm.endpoint_plugins`: vectors and captures over HTTP, beside vLLM's own routes.
+"""Entry point `vllm.endpoint_plugins`: uploads and captures over HTTP, beside vLLM's own routes.
 
 Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key guards.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from ferrohook.engines.uploads import Vectors
+    from ferrohook.engines.uploads import Uploads
     from ferrohook.engines.vllm.requests import CapturingRequest, FrontEnd
 
 _BINARY: Final = "application/octet-stream"
@@ -73,14 +73,14 @@ class VLLMRoutes(EngineRoutes):
         front_end = await self._front_end()
         return CAPABILITIES.described(front_end.modules, front_end.options)
 
-    async def _uploaded(self) -> Vectors:
+    async def _uploaded(self) -> Uploads:
         front_end = await self._front_end()
         await sync(self._engine, front_end)
-        return front_end.vectors
+        return front_end.uploads
 
     async def _send(self, data: bytes, digests: dict[str, str]) -> None:
         if (await self._front_end()).servers > 1:
-            # They read the names from one rank, so all ranks have the vectors before.
+            # They read the names from one rank, so all ranks have the uploads before.
             await call_async(self._engine, "put", data, {})
             data = packed({}, {})
         await call_async(self._engine, "put", data, digests)

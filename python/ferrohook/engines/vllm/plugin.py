@@ -141,9 +141,9 @@ async def connect_async(engine: Any) -> FrontEnd:
 async def sync(engine: Any, front_end: FrontEnd) -> None:
     """Takes over what other API servers of an `AsyncLLM` uploaded."""
     if front_end.servers > 1:
-        # The first rank resolves a name; the others have the vectors too.
-        data, *_ = await call_async(engine, "uploaded", front_end.vectors.digests())
-        front_end.vectors.sync(data)
+        # The first rank resolves a name; the others have the uploads too.
+        data, *_ = await call_async(engine, "uploaded", front_end.uploads.digests())
+        front_end.uploads.sync(data)
 
 
 def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
@@ -256,7 +256,7 @@ async def _adding_async(
             front_end = await connect_async(self)
             if keys := front_end.take_cancelled():
                 await call_async(self, "discard", keys)
-            if front_end.names_vectors(params):
+            if front_end.names_uploads(params):
                 await sync(self, front_end)
             await front_end.read_large(params)
         except (HookError, ValueError) as error:

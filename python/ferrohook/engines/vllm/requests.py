@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.admission import Admission, ReadPlan, text_of
 from ferrohook.engines.options import EngineOptions
-from ferrohook.engines.uploads import Vectors, VectorsOfPlan
+from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import refuse
 from ferrohook.engines.wire import FIELD, NAME
@@ -113,7 +113,7 @@ class FrontEnd:
     ) -> None:
         self.modules = modules
         self.options = options
-        self.vectors = Vectors(options.vectors_bytes)
+        self.uploads = Uploads(options.vectors_bytes)
         self._admission = Admission(modules, options, secret)
         self.servers = servers
         self._needs_token = serves and not options.captures_by_id
@@ -126,12 +126,11 @@ class FrontEnd:
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
 
     def _read(self, value: Any) -> ReadPlan:
-        return self._admission.read(value, VectorsOfPlan.uploaded(self.vectors))
+        return self._admission.read(value, UploadsOfPlan(self.uploads.find))
 
-    def names_vectors(self, params: Any) -> bool:
-        """True if the plan of a request may name uploaded vectors."""
-        text = text_of(params.extra_args[NAME])
-        return '"tensor"' in text or "\\u" in text
+    def names_uploads(self, params: Any) -> bool:
+        """True if the plan of a request may name uploads."""
+        return may_name_uploads(text_of(params.extra_args[NAME]))
 
     async def read_large(self, params: Any) -> None:
         """Reads the plan of a request in a thread, if it is large.
@@ -178,7 +177,7 @@ class FrontEnd:
             self._issue(CapturingRequest(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
-        payload = {"plan": read.text, "vectors": read.used, "digest": read.digest, "key": key}
+        payload = {"plan": read.text, "uploads": read.used, "digest": read.digest, "key": key}
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
 

@@ -288,7 +288,7 @@ class _Engine:
         self._front_end.prepare(request)
         payload = params.extra_args[NAME]
         if sent.fails:
-            payload |= {"digest": _GONE, "vectors": {_GONE: _GONE}}
+            payload |= {"digest": _GONE, "uploads": {_GONE: _GONE}}
         self._core.add_request(*self._core.preprocess_add_request(request))
         sent.key = payload["key"]
         return request_id

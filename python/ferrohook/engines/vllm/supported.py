@@ -15,6 +15,7 @@ CAPABILITIES: Final = Capabilities(
     served=(
         "interventions and captures of a request, at positions",
         "eager engines: any module that runs once per forward, gates, conditions and stop()",
+        "eager engines: features of uploaded dictionaries",
         "compiled engines: Add, sites_kinds and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
         "data parallelism with vLLM's own load balancer, for models without experts",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import psutil
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,7 +26,7 @@ from ferrohook.engines.vllm.experts import call_experts, factor_of
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import NAME, digest_of, packed
+from ferrohook.engines.wire import NAME, Upload, packed, packed_uploads, unpacked_uploads
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -83,10 +82,10 @@ class RunnerWorker(EngineWorker):
         self._config = config
         self.options = VllmOptions()
         self._ranks: Ranks | None = None
-        self._vectors: dict[str, Tensor] = {}
+        self._uploads: dict[str, Upload] = {}
         """By digest."""
         self._names: dict[str, str] = {}
-        """Digests of the uploaded vectors, by name."""
+        """Digests of the uploads, by name."""
         self._finished: OrderedDict[str, EngineRequest] = OrderedDict()
         """Requests whose captures wait for their client."""
         self._finished_bytes = 0
@@ -229,12 +228,14 @@ class RunnerWorker(EngineWorker):
         self._forget(payload["key"])
 
     def _read(self, payload: Mapping[str, Any]) -> Plan:
-        missing = [it for it in payload["vectors"].values() if it not in self._vectors]
+        missing = [it for it in payload["uploads"].values() if it not in self._uploads]
         if missing:
-            msg = f"vectors were dropped before the request ran: {missing}"
+            msg = f"uploads were dropped before the request ran: {missing}"
             raise HookError(msg)
-        vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-        plan = rewritten(Plan.from_json(payload["plan"], vectors), self.loaded_model().modules)
+        # A name means one upload, of the kind that the front end has checked.
+        named: Any = {name: self._uploads[it] for name, it in payload["uploads"].items()}
+        plan = Plan.from_json(payload["plan"], named, dictionaries=named)
+        plan = rewritten(plan, self.loaded_model().modules)
         if self._ranks is not None and self._ranks.rank:  # the first one captures
             return Plan(*(each for each in plan.entries if not isinstance(each, KeepEntry)))
         return plan
@@ -301,23 +302,22 @@ class RunnerWorker(EngineWorker):
         return json.dumps(described).encode()
 
     def put(self, data: bytes, names: dict[str, str]) -> bytes:
-        """Stores vectors by their digests, and the names that mean them from now on."""
-        vectors = safetensors.torch.load(data)
-        self._vectors |= {digest_of(vector): vector for vector in vectors.values()}
+        """Stores uploads by their digests, and the names that mean them from now on."""
+        self._uploads |= unpacked_uploads(data)
         self._names |= names
         return b""
 
     def drop(self, digest: str, name: str = "") -> bytes:
-        """Drops a name and its vector. A request that needs it and has not begun fails."""
+        """Drops a name and its upload. A request that needs it and has not begun fails."""
         self._names.pop(name, None)
         if digest not in self._names.values():
-            self._vectors.pop(digest, None)
+            self.forget(self._uploads.pop(digest, None))
         return b""
 
     def uploaded(self, known: list[str]) -> bytes:
-        """Returns the names of all uploaded vectors, and the vectors of unknown digests."""
-        found = {it: self._vectors[it] for it in self._names.values() if it not in {*known}}
-        return safetensors.torch.save(found, {"names": json.dumps(self._names)})
+        """Returns the names of all uploads, and the uploads of unknown digests."""
+        found = {it: self._uploads[it] for it in self._names.values() if it not in {*known}}
+        return packed_uploads(found, names=json.dumps(self._names))
 
     def note(self, tickets: list[dict[str, Any]]) -> bytes:
         """Notes the tickets of finished requests, for the other API servers."""

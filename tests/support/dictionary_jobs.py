@@ -1,0 +1,129 @@
+"""Requests whose plans name dictionaries, and what PyTorch's own hooks compute for each alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ferrohook as fh
+from support.dictionaries import D_SAE, K, dictionary_of, weights_of
+from support.engines import chosen_positions
+from support.serving import VOCABULARY, WIDTH
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from support.engine_scenes import Given
+
+KINDS = ("relu", "groupmax")
+"""Of dictionaries: not top-k, where the rounding of a row may choose another feature."""
+TOP, KEPT = 3, [1, 7]
+
+
+def dictionaries(seed: int = 0) -> dict[str, fh.Dictionary]:
+    """Dictionaries by kind; their names do not depend on the seed."""
+    return {
+        kind: dictionary_of(kind, seed, WIDTH, name=f"sae/{kind}", reads="model.layers.1")
+        for kind in KINDS
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureJob:
+    """A request that sets features after layer 1, and captures features there."""
+
+    prompt: list[int]
+    kind: str
+    index: list[int]
+    number: float
+    at: Any
+    gated: bool
+    """True if a feature after layer 0 tells how far."""
+    seed: int = 0
+    """Of the dictionaries."""
+
+    @property
+    def plan(self) -> fh.Plan:
+        """Its plan."""
+        own = dictionaries(self.seed)
+        feature = fh.FeatureActivation(own["relu"], self.index[0])
+        hook = fh.Feature(own[self.kind], self.index, set=self.number)
+        strength: Any = {"strength": fh.ramp("g", -1.0, 1.0)} if self.gated else {}
+        return fh.Plan(
+            fh.gate("g", "model.layers.0", feature),
+            fh.on("model.layers.1", hook, at=self.at, **strength),
+            fh.keep("@gate.g"),
+            fh.keep("model.layers.1", features=own[self.kind], top=TOP),
+            fh.keep("model.layers.1", label="own", features=own["relu"], index=KEPT, at=self.at),
+        )
+
+    def check(self, model: Any, given: Given) -> None:
+        """Compares an answer with transformers' for the request alone."""
+        acts: dict[str, Tensor] = {}
+        own = {kind: weights_of(kind, WIDTH, self.seed, WIDTH) for kind in KINDS}
+
+        def read(_module: Any, _args: Any, x: Tensor) -> None:
+            acts["@gate.g"] = values_of("relu", own["relu"], x)[0, :, self.index[0]]
+
+        def change(_module: Any, _args: Any, x: Tensor) -> Tensor:
+            values = values_of(self.kind, own[self.kind], x)[..., self.index]
+            difference = (self.number - values) @ own[self.kind]["W_dec"][self.index]
+            chosen = chosen_positions(self.at, x.shape[1], len(self.prompt))
+            strength = ((acts["@gate.g"] + 1) / 2).clamp(0, 1) if self.gated else 1.0
+            x = x + (chosen * strength)[None, :, None] * difference
+            acts["all"] = values_of(self.kind, own[self.kind], x)[0]
+            acts["own"] = values_of("relu", own["relu"], x)[0, chosen][:, KEPT]
+            return x
+
+        layers = model.model.layers
+        hooks = [layers[0].register_forward_hook(read), layers[1].register_forward_hook(change)]
+        try:
+            logits = model(torch.tensor([[*self.prompt, *given.tokens[:-1]]])).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        best = logits[len(self.prompt) - 1 :]
+        chosen = best.gather(1, torch.tensor(given.tokens)[:, None])[:, 0]
+        assert (best.amax(1) - chosen).max() <= 1e-3
+        values, numbers = given.acts["model.layers.1"].unbind(-1)
+        assert values.shape == (len(logits), TOP)
+        _close(values, acts["all"].topk(TOP).values)
+        _close(values, acts["all"].gather(1, numbers.long()))
+        _close(given.acts["@gate.g"], acts["@gate.g"])
+        if len(acts["own"]):
+            _close(given.acts["own:model.layers.1"], acts["own"])
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def values_of(kind: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Values of all features, written out."""
+    values = (x @ weights["W_enc"] + weights["b_enc"]).clamp(min=0)
+    if kind == "groupmax":
+        groups = values.unflatten(-1, (K, -1))
+        values = torch.where(groups == groups.amax(-1, keepdim=True), groups, 0.0).flatten(-2)
+    return values
+
+
+def random_feature_jobs(count: int, seed: int = 0) -> Sequence[FeatureJob]:
+    """Requests at random; some begin with the same tokens."""
+    rng = random.Random(seed)  # noqa: S311 (tests)
+    prefix = [rng.randrange(3, VOCABULARY) for _ in range(40)]
+    return [
+        FeatureJob(
+            [*(prefix if number % 2 else []), *(rng.randrange(3, VOCABULARY) for _ in range(9))],
+            KINDS[number % 3 % 2],
+            rng.sample(range(D_SAE), 3),
+            rng.uniform(2, 6),
+            rng.choice([None, "generated", "prompt", slice(1, 4)]),
+            gated=number % 4 < 2,
+        )
+        for number in range(count)
+    ]
