@@ -252,6 +252,29 @@ def sparse_autoencoder(names: Names) -> None:
     assert sorted(grid[0].topk(2).indices.tolist()) == FOXES
 
 
+def features(names: Names) -> None:
+    model, ids, grid = names["model"], names["ids"], names["grid"]
+    block, states = model.model.layers[15], []
+    handle = block.register_forward_hook(lambda _module, _args, out: states.append(out[0]))
+    plain = model(**ids).logits
+    handle.remove()
+    # The trained weights on centred rows.
+    values = (states[0] - names["mean"]) / names["scale"] @ names["encoder"].detach()
+    values = values.relu().where(values == values.max(-1, keepdim=True).values, 0.0)
+    torch.testing.assert_close(grid.T, values[1:, names["index"]], rtol=1e-4, atol=1e-5)
+    assert [names["words"][each] for each in grid.argmax(-1)] == ["beach", "soup", "violin"]
+    # The last change by hand: a row of the decoder at all tokens but the first.
+    row = 0.5 * names["scale"] * names["decoder"].detach()[names["feature"]["space"]]
+    column = torch.ones(len(states[0]), 1)
+    column[0] = 0
+    handle = block.register_forward_hook(lambda _module, _args, out: out + column * row)
+    expected = model(**ids).logits
+    handle.remove()
+    with fh.Plan(fh.on(names["LAYER"], names["change"], at=slice(1, None))).open(model):
+        torch.testing.assert_close(model(**ids).logits, expected, rtol=1e-4, atol=1e-3)
+    assert (expected - plain).abs().max() > 1
+
+
 def routing(names: Names) -> None:
     policy, ids, array = (names[name] for name in ("policy", "ids", "array"))
     # The loss of the policy whose experts are called by hand.
@@ -291,6 +314,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "steer-generation": steer_generation,
     "steer-only-when": steer_only_when,
     "stop-when": stop_when,
+    "features": features,
     "routing": routing,
     "ablate-head": ablate_head,
     "patch": patch,

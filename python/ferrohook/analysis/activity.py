@@ -53,7 +53,7 @@ class ActiveFeatures(Printed):
     values: Tensor
     """Their values at all tokens, (rows, positions, features), float32; 0 at padding."""
     texts: Sequence[Sequence[str]]
-    """Texts of the tokens of each row."""
+    """Texts of the tokens of each row; empty for padding."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Makes a DataFrame with a line for each feature.
@@ -166,4 +166,9 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     ids = call.token_ids(values.shape[:2])
     labels = torch.arange(values.shape[1]).expand(len(values), -1) if ids is None else ids
     texts = [[(str if ids is None else decoding)(each) for each in row] for row in labels.tolist()]
+    if call.mask is not None:  # the table shows no padding
+        texts = [
+            [text if token else "" for text, token in zip(row, mask, strict=True)]
+            for row, mask in zip(texts, call.mask.tolist(), strict=True)
+        ]
     return ActiveFeatures(found, values, texts)

@@ -58,10 +58,10 @@ def common_subclass(
             and _has_default_init_subclass(plain)
         ):
             made = _make_class(metaclass, name, (plain, base), namespace)
-        made = generated_class(base, plain, made)
+        made = cast("type", generated_class(base, plain, made))
         if _stays(plain):
             _KEPT.append(made)
-    return cast("type", made)
+    return made
 
 
 def _stays(plain: type) -> bool:
