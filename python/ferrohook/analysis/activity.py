@@ -165,10 +165,10 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     values = torch.stack([values_of(row, own)[:, kept] for row, own in enumerate(read)])
     ids = call.token_ids(values.shape[:2])
     labels = torch.arange(values.shape[1]).expand(len(values), -1) if ids is None else ids
-    texts = [[(str if ids is None else decoding)(each) for each in row] for row in labels.tolist()]
-    if call.mask is not None:  # the table shows no padding
-        texts = [
-            [text if token else "" for text, token in zip(row, mask, strict=True)]
-            for row, mask in zip(texts, call.mask.tolist(), strict=True)
-        ]
+    shown = torch.ones_like(labels, dtype=torch.bool) if call.mask is None else call.mask
+    text_of: Callable[[int], str] = str if ids is None else decoding
+    texts = [
+        [text_of(each) if token else "" for each, token in zip(row, mask, strict=True)]
+        for row, mask in zip(labels.tolist(), shown.tolist(), strict=True)
+    ]
     return ActiveFeatures(found, values, texts)

@@ -82,7 +82,7 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _check_same(model, first, plain.look())
     make_generic(generic.model)
     found = prove(generic, generic.look(), first, look_inside(generic), _NO_ATTENTION)
-    prove_rules(structural_copy(model), plain, found.proved)
+    prove_rules(model, plain, found.proved)
     return found
 
 

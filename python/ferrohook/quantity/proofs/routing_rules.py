@@ -19,7 +19,7 @@ from ferrohook.effects.routing import SCORES, RoutingRule
 from ferrohook.errors import HookError
 from ferrohook.quantity.anatomy.equations import differ, tolerance
 from ferrohook.quantity.anatomy.observe import observing
-from ferrohook.quantity.anatomy.subjects import undisturbed
+from ferrohook.quantity.anatomy.subjects import structural_copy, undisturbed
 from ferrohook.util.tensors import map_tensors
 
 if TYPE_CHECKING:
@@ -47,24 +47,25 @@ def prove_rules(
     """Adds the rules of routers to the places where they return experts.
 
     Args:
-        model: its routers are called.
+        model: the model.
         subject: the model or a copy, and the call in which that is looked at.
         found: ids of experts among them.
-        fused: a kernel may compute the weights, which rounds differently: where no rule gives the
-            same bits, one that holds within rounding will do.
+        fused: the model is an engine's, whose own routers are called, and not those of a copy. A
+            kernel may compute the weights, which rounds differently: where no rule gives the same
+            bits, one that holds within rounding will do.
     """
     routed = [each for each in found if each.routing is not None]
     if not routed:
         return
     calls = _calls_of(subject, {each.site.path for each in routed})
-    last = None
+    own, last = model if fused else structural_copy(model), None
     dtypes = (it.dtype for it in model.parameters() if it.is_floating_point())
     dtype = next(dtypes, torch.float32)
     for each in routed:
         routing: Any = each.routing
         if routing.logits is None:
             continue
-        router = model.get_submodule(each.site.path)
+        router = own.get_submodule(each.site.path)
         try:
             samples = [*_samples(router, calls[each.site.path], routing, dtype)]
         except HookError as error:
