@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LAYERS = 8
 WIDTH = 512
 REQUESTS, TOKENS = 32, 16
+FEATURES, TOP = 8 * WIDTH, 32
 STEPS = 128
 """Positions after which requests begin again."""
 MODULES, MOST = 48, 64
@@ -180,6 +181,70 @@ def decoded() -> dict[str, Sampler]:
     }
 
 
+def dictionary() -> fh.Dictionary:
+    """A dictionary of random weights."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"W_enc": (WIDTH, FEATURES), "W_dec": (FEATURES, WIDTH)}
+    weights = {name: torch.randn(it, generator=random) / 8 for name, it in shapes.items()}
+    return fh.Dictionary(**weights, b_enc=torch.zeros(FEATURES), b_dec=torch.zeros(WIDTH))
+
+
+def with_features() -> dict[str, Sampler]:
+    """Decode steps of 32 requests: a vector is added in a layer, or a feature of each is set."""
+    made, late = dictionary(), NAMES[5]
+    steered = Decoding(lambda vector: fh.Plan(fh.on(late, fh.Add(vector))))
+    numbers = iter(range(REQUESTS))
+    changed = Decoding(lambda _: fh.Plan(fh.on(late, fh.Feature(made, next(numbers), set=4.0))))
+    by_hand = Decoding(lambda _: fh.Plan())
+    rows = torch.arange(REQUESTS)
+
+    def change(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        values = made.encode(output)[rows, :, rows]
+        return output + (4.0 - values)[..., None] * made.weights.tensors["W_dec"][rows, None]
+
+    ids = steered.prompts[:, :1]
+    with torch.no_grad():
+        with fh.register(by_hand.model, late, change):
+            by_hand.start()
+            expected = output(by_hand, ids)
+        close = torch.allclose(output(changed, ids), expected, rtol=1e-3, atol=1e-4)
+        expect(close, "the output of features that are set by hand")
+        expect(all(request.error is None for request in changed.requests), "no failed request")
+    return {
+        f"{REQUESTS} tokens decoded, steered": model_calls(steered, ids),
+        f"{REQUESTS} tokens decoded, a feature set": model_calls(changed, ids),
+    }
+
+
+def kept_features() -> dict[str, Sampler]:
+    """A layer of many tokens: the largest features kept, or all encoded from a captured tensor."""
+    made, layer = dictionary(), nn.Sequential(nn.Identity())
+    weights, x = made.weights.tensors, torch.randn(REQUESTS * TOKENS, WIDTH)
+    prepared = fh.Plan(fh.keep("0", features=made, top=TOP)).prepare(layer)
+    plain, captured = copy.deepcopy(layer), []
+    plain[0].register_forward_hook(lambda _module, _args, output: captured.append(output))
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        with prepared.open() as request:
+            layer(x)
+        found: torch.Tensor = request.acts["0"]
+        return found
+
+    def encoded(x: torch.Tensor) -> torch.Tensor:
+        plain(x)
+        return (captured.pop() @ weights["W_enc"] + weights["b_enc"]).relu()
+
+    with torch.no_grad():
+        values, places = kept(x).unbind(-1)
+        right = torch.equal(values, encoded(x).gather(-1, places.long()))
+        expect(right, "the values that the formula gives")
+        expect(torch.equal(values, encoded(x).topk(TOP).values), "the largest ones")
+    return {
+        f"the {TOP} largest features of {len(x)} tokens kept": model_calls(kept, x),
+        f"all features of {len(x)} captured tokens encoded": model_calls(encoded, x),
+    }
+
+
 def modules() -> nn.Sequential:
     """Modules that do nothing."""
     return nn.Sequential(*(nn.Identity() for _ in range(MODULES)))
@@ -309,6 +374,29 @@ GROUPS = [
             ),
         ],
         needs="transformers",
+    ),
+    Group(
+        name="features of 32 requests",
+        setup=with_features,
+        rows=[
+            Row(
+                name=f"{REQUESTS} tokens decoded, a feature set",
+                over=f"{REQUESTS} tokens decoded, steered",
+                bar=1.05,
+            ),
+        ],
+        needs="transformers",
+    ),
+    Group(
+        name="features kept",
+        setup=kept_features,
+        rows=[
+            Row(
+                name=f"the {TOP} largest features of {REQUESTS * TOKENS} tokens kept",
+                over=f"all features of {REQUESTS * TOKENS} captured tokens encoded",
+                bar=1.10,
+            ),
+        ],
     ),
     Group(
         name="requests at a module",

@@ -192,15 +192,18 @@ def test_members_of_a_batch_get_what_they_get_alone(kind: str) -> None:
     assert torch.equal(together[11:], plain[11:])
 
 
-def test_members_with_one_dictionary_encode_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, dictionary, sizes = model_of(), dictionary_of("topk"), []
-    plain = features.all_values
+@pytest.mark.parametrize("kind", ["relu", "topk"])
+def test_members_with_one_dictionary_are_read_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dictionary, sizes = model_of(), dictionary_of(kind), []
+    plain = features.encode
 
-    def counted(it: Any, x: Tensor) -> Tensor:
+    def counted(formula: Any, weights: Any, x: Tensor) -> Tensor:
         sizes.append(len(x))
-        return plain(it, x)
+        return plain(formula, weights, x)
 
-    monkeypatch.setattr(features, "all_values", counted)
+    monkeypatch.setattr(features, "encode", counted)
     plans = [fh.Plan(fh.on("0", fh.Feature(dictionary, n, set=5.0))) for n in range(3)]
     requests = [plan.open(model) for plan in plans]
     x = inputs(6, 2)
@@ -210,6 +213,19 @@ def test_members_with_one_dictionary_encode_once(monkeypatch: pytest.MonkeyPatch
     for n, plan in enumerate(plans):
         with plan.open(model):
             torch.testing.assert_close(together[2 * n : 2 * n + 2], model(x[2 * n : 2 * n + 2]))
+
+
+def test_an_infinite_feature_of_another_member_changes_nothing() -> None:
+    weights = weights_of("relu")
+    weights["W_enc"][:, 7] = torch.finfo(torch.float32).max
+    dictionary = fh.Dictionary(**weights)
+    model, x = nn.Sequential(Echo()), inputs(2).abs() + 1
+    assert dictionary.encode(x)[:, 7].isinf().all()
+    plans = [fh.Plan(fh.on("0", fh.Feature(dictionary, n, add=1.0))) for n in (3, 7)]
+    with fh.batch({plan.open(model): slice(n, n + 1) for n, plan in enumerate(plans)}, size=2):
+        together = model(x)
+    torch.testing.assert_close(together[:1], fh.Feature(dictionary, 3, add=1.0).apply(x[:1]))
+    assert together[1:].isnan().all()
 
 
 def test_a_member_whose_tensor_does_not_fit_fails_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
@@ -34,12 +35,12 @@ NUMBERS: Final[dict[str, float]] = {
 """The numbers of each feature by name, and what stands for None."""
 _OF_VALUES: Final = ("set", "add", "low", "high")
 """Numbers in the unit of a feature's values."""
+_MARKS: Final = ("only_active", "changed")
 _NOTHING: Final = contextlib.nullcontext()
 UNITS: Final = ("raw", "max")
 """Units of a feature's values: its own, and its largest known one."""
 _STAND_IN: Final = torch.zeros(1, 1)
-"""The vector that native code asks for and the formula does not need. It has no width; with two
-dimensions, native code changes each member of a batch alone."""
+"""The vector that native code asks for and the formula does not need. It has no width."""
 
 
 class FeatureValues:
@@ -76,14 +77,11 @@ class FeatureValues:
         Returns:
             Values, (..., features).
         """
+        columns = self.columns(x)
         if needs_all(self.dictionary.formula):
-            return self.chosen(all_values(self.dictionary, x))
+            return all_values(self.dictionary, x).index_select(-1, columns["index"])
         with exact(x):
-            return encode(self.dictionary.formula, self.columns(x), x)
-
-    def chosen(self, values: Tensor) -> Tensor:
-        """Returns the features' values, from all values, (..., d_sae)."""
-        return values.index_select(-1, self.columns(values)["index"])
+            return encode(self.dictionary.formula, columns, x)
 
 
 def computed_in(x: Tensor) -> torch.dtype:
@@ -104,42 +102,81 @@ def all_values(dictionary: Dictionary, x: Tensor) -> Tensor:
 
 
 class _Edit:
-    """Change of some features: the state of a `Feature` that native code calls.
+    """Change of some features, by one request or by members of a batch: what native code calls.
 
     Args:
-        read: the features, with the numbers.
-        numbers: of each feature, by the names in `NUMBERS`.
-        only_active: see `Feature`.
+        dictionary: has the features.
+        index: numbers of the features.
+        tables: the numbers of each feature by the names in `NUMBERS`, and by those in `_MARKS`
+            whether it is changed at all, and only where it is active; (features,), or (members,
+            features).
     """
 
     def __init__(
-        self, read: FeatureValues, numbers: Mapping[str, Tensor], *, only_active: bool
+        self, dictionary: Dictionary, index: Sequence[int], tables: dict[str, Tensor]
     ) -> None:
-        self.read = read
-        self._only_active = only_active
-        absent = {name: bool((each == NUMBERS[name]).all()) for name, each in numbers.items()}
-        self._sets = not bool(numbers["set"].isnan().all())
-        self._sets_all = not bool(numbers["set"].isnan().any())
-        self._limits = not (absent["low"] and absent["high"])
-        self._scales = not (absent["scale"] and absent["add"])
+        self._read = FeatureValues(dictionary, index, tables)
+        self._index, self._tables = index, tables
+        absent = {name: tables[name] == it for name, it in NUMBERS.items()}
+        absent["set"] = tables["set"].isnan()
+        absent |= {"only_active": ~tables["only_active"], "changed": tables["changed"]}
+        self._used = [name for name, each in absent.items() if not bool(each.all())]
+        """Tables that make a difference."""
+        self._sets_all = not bool(absent["set"].any())
+        self.joined = lru_cache(maxsize=4)(self._joined)
+        """`_joined`, which makes the changes of a batch that begins with this one once."""
 
     def __call__(self, x: Tensor, _stand_in: Tensor) -> Tensor:
         """Returns the changed tensor."""
-        flat = flattened(self.read.dictionary, x).to(computed_in(x))
-        return self.changed(x, flat, self.read.of(flat))
+        flat = flattened(self._read.dictionary, x).to(computed_in(x))
+        return self._changed(x, flat, self._read.columns(flat))
 
-    def changed(self, x: Tensor, flat: Tensor, values: Tensor) -> Tensor:
+    @staticmethod
+    def _joined(edits: tuple[_Edit, ...]) -> _Edit:
+        """Returns the changes of several members, of features of one dictionary, as one."""
+        index = sorted({feature for edit in edits for feature in edit._index})
+        places = {feature: place for place, feature in enumerate(index)}
+        absent = NUMBERS | dict.fromkeys(_MARKS, False)
+        tables = {
+            name: torch.full((len(edits), len(index)), absent[name], dtype=each.dtype)
+            for name, each in edits[0]._tables.items()
+        }
+        for member, edit in enumerate(edits):
+            own = [places[feature] for feature in edit._index]
+            for name, table in tables.items():
+                table[member, own] = edit._tables[name]
+        return _Edit(edits[0]._read.dictionary, index, tables)
+
+    def of_members(self, x: Tensor, members: Tensor | None, dim: int) -> Tensor:
+        """Returns the changed rows of several members.
+
+        Args:
+            x: rows of the members, one member after the other.
+            members: number of each row's member; None if each has one row.
+            dim: dimension of the rows.
+        """
+        flat = flattened(self._read.dictionary, x).to(computed_in(x))
+        own = dict(self._read.columns(flat))
+        between = [1] * (flat.dim() - dim - 2)
+        for name in self._used:
+            rows = own[name] if members is None else own[name].index_select(0, members)
+            own[name] = rows.view(len(rows), *between, rows.shape[-1])
+        return self._changed(x, flat, own)
+
+    def _changed(self, x: Tensor, flat: Tensor, own: Mapping[str, Tensor]) -> Tensor:
         """Returns the changed tensor.
 
         Args:
             x: the tensor.
             flat: it as (..., d_in), in the dtype of the computation.
-            values: of the features, (..., features).
+            own: weights and tables of the features.
         """
-        own, formula = self.read.columns(flat), self.read.dictionary.formula
+        values, formula = self._read.of(flat), self._read.dictionary.formula
         change = self._new(values, own) - values
-        if self._only_active:
-            change = torch.where(values != 0, change, 0.0)
+        if "only_active" in self._used:
+            change = torch.where(own["only_active"] & (values == 0), 0.0, change)
+        if "changed" in self._used:  # a feature of other members may be infinite here
+            change = torch.where(own["changed"], change, 0.0)
         if formula.rescales:
             change = change / own["norms"]
         with exact(x):
@@ -152,12 +189,15 @@ class _Edit:
         """Returns the new values of the features."""
         if self._sets_all:
             return own["set"]
-        new = values * own["scale"] + own["add"] if self._scales else values
-        new = new.clamp(own["low"], own["high"]) if self._limits else new
-        return torch.where(own["set"].isnan(), new, own["set"]) if self._sets else new
+        new = values
+        if "scale" in self._used or "add" in self._used:
+            new = new * own["scale"] + own["add"]
+        if "low" in self._used or "high" in self._used:
+            new = new.clamp(own["low"], own["high"])
+        return torch.where(own["set"].isnan(), new, own["set"]) if "set" in self._used else new
 
 
-for _function in (_Edit.__call__, _Edit.changed, FeatureValues.of, FeatureValues.chosen):
+for _function in (_Edit.__call__, _Edit.of_members, FeatureValues.of):
     never_trace_frame(_function, "native code calls it")
 
 
@@ -243,8 +283,9 @@ class Feature(Intervention):
             maxima = maxima_of(dictionary, places)
             own |= {name: own[name] * maxima for name in _OF_VALUES}
         part: Any = check_output_index(output_index, "output_index of Feature")
-        edit = _Edit(FeatureValues(dictionary, places, own), own, only_active=only_active)
-        reader = dictionary if needs_all(dictionary.formula) else None
+        own["only_active"] = torch.full((len(places),), only_active)
+        own["changed"] = torch.ones(len(places), dtype=torch.bool)
+        edit = _Edit(dictionary, places, own)
         self = InterventionBase.__new__(
             cls,
             edit,
@@ -253,7 +294,7 @@ class Feature(Intervention):
             _STAND_IN,
             False,  # noqa: FBT003 (native)
             False,  # noqa: FBT003
-            reader,
+            dictionary,
             traces=False,
         )
         self._edit = edit
@@ -291,26 +332,16 @@ class Feature(Intervention):
         self._check_dtype(dtype)
         return _STAND_IN
 
-    def _together(self, x: Tensor, hooks: list[Self], counts: list[int], dim: int) -> Tensor:
+    def _together(self, x: Tensor, hooks: list[Self], members: Tensor | None, dim: int) -> Tensor:
         """Changes the rows of several members of a batch, read at once.
 
         Args:
             x: rows of the members, one member after the other.
             hooks: one for each member, with this one's dictionary.
-            counts: numbers of their rows.
+            members: number of each row's member; None if each has one row.
             dim: dimension of the rows.
         """
-        flat = flattened(self.dictionary, x).to(computed_in(x))
-        parts = zip(
-            hooks,
-            *(each.split(counts, dim) for each in (x, flat, all_values(self.dictionary, flat))),
-            strict=True,
-        )
-        changed = [
-            hook._edit.changed(own, flat_of, hook._edit.read.chosen(values))
-            for hook, own, flat_of, values in parts
-        ]
-        return torch.cat(changed, dim)
+        return self._edit.joined(tuple(hook._edit for hook in hooks)).of_members(x, members, dim)
 
     def at_part(self, output_index: OutputIndex) -> Self:  # noqa: D102 (see the base)
         made: Self = _feature(type(self), self.values, output_index)

@@ -219,7 +219,9 @@ impl InterventionGroup {
         if this.reader.is_some() {
             change.vector(x)?; // checks the dtype
             let hooks = PyList::new(py, &self.hooks)?;
-            let arguments = (x, hooks, &self.selection.counts, dim);
+            let members = self.selection.members.as_ref();
+            let members = members.map(|it| it.on_device_of(x)).transpose()?;
+            let arguments = (x, hooks, members, dim);
             return change
                 .intervention
                 .call_method1(intern!(py, "_together"), arguments);

@@ -200,9 +200,7 @@ impl BatchRows {
 /// Rows of several members of a batch, and the member of each.
 pub struct Selection {
     pub rows: Rows,
-    /// Number of each member's rows, which follow each other.
-    pub counts: Vec<usize>,
-    /// Number of each row's member; None if each has one row.
+    /// Number of each row's member, whose rows follow each other; None if each has one row.
     pub members: Option<Index>,
 }
 
@@ -237,7 +235,6 @@ impl Selection {
         let members = members.flat_map(|(member, rows)| std::iter::repeat_n(member, rows.len()));
         Self {
             rows: Rows::of(rows.iter().flat_map(|rows| rows.iter()).collect()),
-            counts: rows.iter().map(|rows| rows.len()).collect(),
             members: rows
                 .iter()
                 .any(|rows| rows.len() != 1)
