@@ -184,9 +184,9 @@ def decoded() -> dict[str, Sampler]:
 def dictionary() -> fh.Dictionary:
     """A dictionary of random weights."""
     random = torch.Generator().manual_seed(0)
-    shapes = {"W_enc": (WIDTH, FEATURES), "W_dec": (FEATURES, WIDTH)}
-    weights = {name: torch.randn(it, generator=random) / 8 for name, it in shapes.items()}
-    return fh.Dictionary(**weights, b_enc=torch.zeros(FEATURES), b_dec=torch.zeros(WIDTH))
+    shapes = ((WIDTH, FEATURES), (FEATURES, WIDTH))
+    encoder, decoder = (torch.randn(it, generator=random) / 8 for it in shapes)
+    return fh.Dictionary(encoder, decoder, b_enc=torch.zeros(FEATURES), b_dec=torch.zeros(WIDTH))
 
 
 def with_features() -> dict[str, Sampler]:
@@ -221,8 +221,9 @@ def kept_features() -> dict[str, Sampler]:
     made, layer = dictionary(), nn.Sequential(nn.Identity())
     weights, x = made.weights.tensors, torch.randn(REQUESTS * TOKENS, WIDTH)
     prepared = fh.Plan(fh.keep("0", features=made, top=TOP)).prepare(layer)
-    plain, captured = copy.deepcopy(layer), []
-    plain[0].register_forward_hook(lambda _module, _args, output: captured.append(output))
+    plain = copy.deepcopy(layer)
+    captured: list[torch.Tensor] = []
+    plain[0].register_forward_hook(lambda _module, args, _output: captured.append(args[0]))
 
     def kept(x: torch.Tensor) -> torch.Tensor:
         with prepared.open() as request:
@@ -232,7 +233,8 @@ def kept_features() -> dict[str, Sampler]:
 
     def encoded(x: torch.Tensor) -> torch.Tensor:
         plain(x)
-        return (captured.pop() @ weights["W_enc"] + weights["b_enc"]).relu()
+        values: torch.Tensor = captured.pop() @ weights["W_enc"] + weights["b_enc"]
+        return values.relu()
 
     with torch.no_grad():
         values, places = kept(x).unbind(-1)

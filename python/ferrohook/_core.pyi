@@ -39,10 +39,10 @@ __all__ = [
     "Registry",
     "RequestBase",
     "RootCalls",
-    "RouteHook",
     "ShapeDetector",
     "SitesBase",
     "Stop",
+    "TokenHook",
     "TokenTracker",
     "TypedHook",
     "__version__",
@@ -532,11 +532,11 @@ class GateHook(NativeHook):
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
 
 @final
-class RouteHook(NativeHook):
+class TokenHook(NativeHook):
     def __new__(
         cls,
         change: Callable[..., Any],
-        part: Any,
+        part: Any,  # an output_index; None: the whole value
         mask: int,
         tracker: TokenTracker | None = None,
     ) -> Self: ...

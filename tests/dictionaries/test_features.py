@@ -396,12 +396,6 @@ def test_a_maximum_of_zero_is_no_unit() -> None:
         fh.Feature(dictionary, [3, 4], set=1.0, unit="max")
 
 
-def test_transcoders_are_refused() -> None:
-    transcoder = fh.Dictionary(**weights_of("relu"), transcoder=True)
-    with pytest.raises(HookTypeError, match="is a transcoder, which writes another one: not supp"):
-        fh.Feature(transcoder, 3, set=1.0)
-
-
 def test_integers_and_complex_numbers_are_refused() -> None:
     hook = fh.Feature(dictionary_of("relu"), 3, set=1.0)
     for dtype in (torch.int64, torch.complex64):

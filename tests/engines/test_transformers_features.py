@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import ferrohook as fh
 from ferrohook.engines import transformers as engine
-from support.dictionaries import D_SAE, dictionary_of
+from support.dictionaries import D_SAE, dictionary_of, weights_of
 from support.engines import WIDTH, batching, greedy, tiny_llama
 
 NEW, WAIT = 6, 100
@@ -32,6 +32,9 @@ def test_requests_with_features_answer_as_they_do_alone() -> None:
         kind: dictionary_of(kind, width=WIDTH, normalize_activations="layer_norm")
         for kind in ("relu", "groupmax")
     }
+    transcoder = fh.Dictionary(
+        **weights_of("relu", WIDTH, width=WIDTH), transcoder=True, reads="@mlp_in.1"
+    )
     jobs: list[tuple[list[int], fh.Plan]] = []
     for number in range(12):
         dictionary = own["relu" if number % 3 else "groupmax"]
@@ -40,10 +43,11 @@ def test_requests_with_features_answer_as_they_do_alone() -> None:
         plan = fh.Plan(
             fh.gate("g", "model.layers.0", fh.FeatureActivation(own["relu"], rng.randrange(D_SAE))),
             fh.on("@resid_post.0", hook, at=at),
+            fh.on("@mlp_out.1", fh.Feature(transcoder, rng.randrange(D_SAE), set=9.0), at=at),
             fh.keep("@gate.g"),
             fh.keep("@resid_post.0", label="some", features=own["relu"], index=[1, 7]),
             fh.keep("@resid_post.0", label="top", features=own["groupmax"], top=3),
-            fh.keep("@resid_post.0"),
+            fh.keep("@resid_post.1"),
         )
         jobs.append(([rng.randrange(3, 64) for _ in range(rng.randint(2, 20))], plan))
     with (

@@ -18,6 +18,9 @@ from ferrohook.rows import site_tables
 from ferrohook.service import sharing
 
 V = torch.ones(4)
+TRANSCODER = fh.Dictionary(
+    torch.ones(4, 2), torch.ones(2, 4), b_dec=V, b_enc=V[:2], transcoder=True, reads="0"
+)
 ENGINE, SITES, BATCHER = planned.BACK_END, site_tables.BACK_END, sharing.BACK_END
 ALL = {"an engine": ENGINE, "sites": SITES, "a batcher": BATCHER}
 
@@ -40,6 +43,7 @@ ENTRIES = [
     (fh.on("0", fh.Add(V.clone().requires_grad_())), {"add", "trained"}, {"sites"}),
     (fh.on("0", fh.Add(V), priority=3), {"add", "priority"}, {"sites"}),
     (fh.on("0", python), {"python"}, {"sites", "a batcher"}),
+    (fh.on("1", fh.Feature(TRANSCODER, 0, set=1.0)), {"transcoder"}, {"sites"}),
     (fh.on("0", NormDetector()), {"native detector"}, {"sites"}),
     (fh.on("0", backward, phase="backward"), {"python", "gradients"}, set(ALL)),
     (fh.keep("0", at=lambda _: [0]), {"at function"}, {}),

@@ -43,6 +43,12 @@ _STAND_IN: Final = torch.zeros(1, 1)
 """The vector that native code asks for and the formula does not need. It has no width."""
 
 
+ONLY_IN_PLANS: Final = (
+    "features of a transcoder are read at one place and changed at another, which only a plan "
+    "does: fh.Plan(fh.on(dictionary.writes, fh.Feature(...)))"
+)
+
+
 class FeatureValues:
     """Values of some features of a dictionary, computed from their columns where the kind allows.
 
@@ -127,7 +133,13 @@ class _Edit:
         """`_joined`, which makes the changes of a batch that begins with this one once."""
 
     def __call__(self, x: Tensor, _stand_in: Tensor) -> Tensor:
-        """Returns the changed tensor."""
+        """Returns the changed tensor.
+
+        Raises:
+            HookTypeError: the dictionary is a transcoder, or does not read such tensors.
+        """
+        if self._read.dictionary.transcoder:
+            raise HookTypeError(ONLY_IN_PLANS)
         flat = flattened(self._read.dictionary, x).to(computed_in(x))
         return self._changed(x, flat, self._read.columns(flat))
 
@@ -171,19 +183,32 @@ class _Edit:
             flat: it as (..., d_in), in the dtype of the computation.
             own: weights and tables of the features.
         """
-        values, formula = self._read.of(flat), self._read.dictionary.formula
+        with exact(x):
+            change = self.change_of(flat, own) @ own["W_dec"]
+        scale = output_scale(self._read.dictionary.formula, flat)
+        change = change if scale is None else change * scale
+        return (flat + change).to(x.dtype).reshape(x.shape)
+
+    def change_of(self, flat: Tensor, own: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Returns what is added to the values, in units of the decoder's rows, (..., features).
+
+        Args:
+            flat: what is read, (..., d_in), in the dtype of the computation.
+            own: weights and tables of the features, if they differ by row.
+        """
+        own = self._read.columns(flat) if own is None else own
+        values = self._read.of(flat)
         change = self._new(values, own) - values
         if "only_active" in self._used:
             change = torch.where(own["only_active"] & (values == 0), 0.0, change)
         if "changed" in self._used:  # a feature of other members may be infinite here
             change = torch.where(own["changed"], change, 0.0)
-        if formula.rescales:
-            change = change / own["norms"]
-        with exact(x):
-            change = change @ own["W_dec"]
-        scale = output_scale(formula, flat)
-        change = change if scale is None else change * scale
-        return (flat + change).to(x.dtype).reshape(x.shape)
+        return change / own["norms"] if self._read.dictionary.formula.rescales else change
+
+    def written(self, change: Tensor) -> Tensor:
+        """Returns what a change of values, (..., features), adds to a tensor, (..., d_out)."""
+        with exact(change):
+            return change @ self._read.columns(change)["W_dec"]
 
     def _new(self, values: Tensor, own: Mapping[str, Tensor]) -> Tensor:
         """Returns the new values of the features."""
@@ -210,13 +235,17 @@ class Feature(Intervention):
     change, of values that are read once. In a top-k dictionary, setting a feature outside the top k
     takes the place of none.
 
+    Features of a transcoder are read where it reads, and change what it writes, at the place of the
+    entry: `x + (new - f) * row` for the `x` there. Only a plan can do that: at one place, of tokens
+    whose positions are known.
+
     `new` is `set`; or `scale * f + add`, at least `low` and at most `high`.
 
     Values are computed in float32, in float64 for tensors of float64, from the columns of these
     features alone, or from all where features compete (`"topk"`, `"abstopk"`, `"groupmax"`).
 
     Args:
-        dictionary: an autoencoder.
+        dictionary: an autoencoder, or a transcoder with its `reads`.
         index: number of a feature, or several numbers.
         set: new value; like the others a number, or a list with a number or None for each feature.
         add: is added to the value.
@@ -229,7 +258,7 @@ class Feature(Intervention):
         output_index: the changed tensor, see `Intervention`.
 
     Raises:
-        HookTypeError: an argument has the wrong type, or the dictionary is a transcoder.
+        HookTypeError: an argument has the wrong type.
         ValueError: a feature is out of range or named twice, a number is not finite, none is
             passed, `set` comes with another one for the same feature, or `unit` is unknown.
 
@@ -259,12 +288,6 @@ class Feature(Intervention):
         output_index: OutputIndex = None,
     ) -> Self:
         expect(dictionary, Dictionary, "dictionary of Feature must be a Dictionary")
-        if dictionary.transcoder:
-            msg = (
-                f"Feature changes the tensor that it reads, but {dictionary!r} is a transcoder, "
-                "which writes another one: not supported"
-            )
-            raise HookTypeError(msg)
         places = checked_index(dictionary, index, "Feature")
         given = {"set": set, "add": add, "scale": scale, "low": low, "high": high}
         numbers = {name: _numbers(name, it, len(places)) for name, it in given.items()}
@@ -323,7 +346,7 @@ class Feature(Intervention):
     @property
     def width(self) -> int:
         """Width of the tensors that it changes, heads counted together."""
-        return self.dictionary.d_in
+        return self.dictionary.d_out
 
     def fits(self, shape: Sequence[int]) -> bool:  # noqa: D102 (see the base)
         return self.width in {shape[-1], math.prod(shape[-2:])}
@@ -348,7 +371,7 @@ class Feature(Intervention):
         return made
 
     def needs(self) -> Iterator[str]:  # noqa: D102 (see the base)
-        yield "change"
+        yield "transcoder" if self.dictionary.transcoder else "change"
         if self.output_index is not None:
             yield "output_index"
 

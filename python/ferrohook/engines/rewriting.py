@@ -36,6 +36,10 @@ _CROSSING: Final = {
     "python": (
         "plans are sent between processes as JSON, which cannot hold Python functions or objects"
     ),
+    "transcoder": (
+        "an engine does not change features of transcoders: read them by a gate, "
+        "FeatureActivation(...), or by keep(features=...)"
+    ),
     "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
 _TOKENS_AND_CHOSEN: Final = 2

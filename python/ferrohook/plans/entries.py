@@ -122,9 +122,14 @@ class HookEntry(PlanEntry):
         return own | {strength.gate} if isinstance(strength, Ramp) else own
 
     @property
+    def transcodes(self) -> bool:
+        """True if it changes features of a transcoder, which are read at another place."""
+        return isinstance(self.hook, Feature) and self.hook.dictionary.transcoder
+
+    @property
     def positioned(self) -> bool:
         """True if it needs the positions of tokens."""
-        return super().positioned or isinstance(self.hook, Route | Replay)
+        return super().positioned or isinstance(self.hook, Route | Replay) or self.transcodes
 
     @property
     def hook_options(self) -> dict[str, Any]:
@@ -432,7 +437,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
     }
     Registry().register(phase, hook, **options)  # validates them
     if isinstance(hook, Feature):
-        _check_place(what)
+        _check_feature(hook, what, phase)
     if when is not None:
         check_condition(when)
     if strength is not None:
@@ -538,6 +543,20 @@ def keep(
         )
         raise HookTypeError(msg)
     return entry
+
+
+def _check_feature(feature: Feature, what: Selector, phase: Phase) -> None:
+    """Validates the place of a change of features, and of a transcoder that it knows its own."""
+    _check_place(what)
+    dictionary = feature.dictionary
+    if not dictionary.transcoder:
+        return
+    if dictionary.reads is None:
+        msg = f"{dictionary!r} does not say where it reads: make or load it with reads="
+        raise HookTypeError(msg)
+    if phase != "forward":
+        msg = f"features of a transcoder change an output: leave out phase={phase!r}"
+        raise HookTypeError(msg)
 
 
 def _check_place(what: Selector) -> None:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 CHANGES: Final = frozenset({"add", "change"})
 """Of interventions: one that adds its vector, and any other."""
-_HOOKS: Final = {"inputs", "native detector", "not finite", "python", "route", "table", "trained"}
+_HOOKS: Final = {
+    *("inputs", "native detector", "not finite", "python", "route", "table", "trained"),
+    "transcoder",
+}
 _OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "with_kwargs"}
 _OF_KEEP: Final = {
     *("calls", "copy", "detach", "device", "dtype", "features", "max_bytes", "slice", "stop")

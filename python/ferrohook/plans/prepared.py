@@ -18,6 +18,7 @@ from ferrohook._core import (
     HookHandle,
     ModuleTree,
     RequestBase,
+    TokenHook,
     name_positions,
 )
 from ferrohook.attach.attention import is_point
@@ -27,6 +28,7 @@ from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache, cache_of
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
+from ferrohook.dictionaries.transcoded import TranscodedFeature
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.gates.conditions import Ramp
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ferrohook.attach.attention import AttentionPoint
+    from ferrohook.dictionaries.transcoded import TokensOfCall
     from ferrohook.effects.typed import Phase
     from ferrohook.gates.gate import Gate
     from ferrohook.names.places import Place
@@ -82,6 +85,8 @@ class _Contents:
         self.gates: dict[str, GateReader] = {}
         self.stops = False
         """True if a `stop` may end a request."""
+        self.transcodes = False
+        """True if features of a transcoder change."""
         self.guard: HookHandle | None = None
         """Runs as the model is called."""
         # Read by the core when a request ends. True once every hook has fired, or once a warning
@@ -120,6 +125,7 @@ class Prepared:
 
     def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
         found = [_find(model, number, entry) for number, entry in enumerate(self.entries)]
+        read = [_read_places(model, number, entry) for number, entry in enumerate(self.entries)]
         self.needs = [
             entry.needs.union(*(needs_at(each) for each in places.values()))
             for entry, places in zip(self.entries, found, strict=True)
@@ -130,7 +136,7 @@ class Prepared:
                 _check_width(number, entry, places)
         _check_order(self.entries, found)
         gates = _gates_of(self.entries)
-        everything = modules_of(it for places in found for it in places.values())
+        everything = modules_of(it for places in found + read for it in places.values())
         stacks = self._stacks(model, found)
         parts = {path: model.get_submodule(path) for path in stacks}
         attach(everything | {"": model} | parts, attachment)
@@ -149,7 +155,9 @@ class Prepared:
             if isinstance(entry, GateEntry)
         }
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
-            if isinstance(entry, HookEntry):
+            if isinstance(entry, HookEntry) and entry.transcodes:
+                self._transcode(number, found, read[number], attachment, gates)
+            elif isinstance(entry, HookEntry):
                 self._register(number, entry, places, attachment, gates)
             elif isinstance(entry, GateEntry):
                 self._read(number, entry, found, attachment)
@@ -199,18 +207,11 @@ class Prepared:
         gates: dict[str, Gate],
     ) -> None:
         mask = self._mask(entry)
-        when, strength = entry.options.get("when"), entry.options.get("strength")
-        follows = strength if isinstance(strength, Ramp) else None
-        form = functools.partial(
-            masked,
-            mask=mask,
-            condition=TokenChoice(gates, when, follows) if entry.gates else None,
-            strength=None if isinstance(strength, Ramp) else strength,
-        )
         with _named(number):
             groups = hooks_at(places, entry.hook, entry.phase, entry.at)
-            if not (mask is None and strength is None):
-                groups = [each._replace(hook=form(each.hook)) for each in groups]
+            if not (mask is None and "strength" not in entry.options):
+                extent = _extent(entry, gates)
+                groups = [it._replace(hook=masked(it.hook, mask, **extent)) for it in groups]
         for group in groups:
             handles = attachment.register(
                 [*group.modules.values()],
@@ -222,6 +223,42 @@ class Prepared:
                 **entry.hook_options | group.options,
             )
             self._contents.handles += zip(group.modules, handles, strict=True)
+
+    def _transcode(
+        self,
+        number: int,
+        found: list[dict[str, Place]],
+        read: dict[str, Place],
+        attachment: Attachment,
+        gates: dict[str, Gate],
+    ) -> None:
+        """Registers the two hooks of a change of features of a transcoder."""
+        entry = cast("HookEntry", self.entries[number])
+        mask = cast("int", self._mask(entry))
+        ((read_name, reads),), ((name, writes),) = read.items(), found[number].items()
+        if writes.quantity is None:
+            writes = writes._replace(part=entry.hook.output_index)
+        with _named(number):
+            change = TranscodedFeature(entry.hook, number, reads, writes, **_extent(entry, gates))
+        phase: Phase = "forward_pre" if reads.inputs else "forward"
+        ahead: dict[str, Any] = {}
+        ahead["priority"] = _priority_of_reader(self.entries, found, number, reads)
+        hooks: tuple[tuple[str, Place, Phase, Any, dict[str, Any]], ...] = (
+            (read_name, reads, phase, change.read, ahead),
+            (name, writes, "forward", change.write, entry.hook_options),
+        )
+        for own_name, place, own_phase, hook, options in hooks:
+            (handle,) = attachment.register(
+                [place.module],
+                own_phase,
+                TokenHook(hook, place.part, mask),
+                scope=self._frame,
+                names=[place.path],
+                entry=number,
+                **options,
+            )
+            self._contents.handles.append((own_name, handle))
+        self._contents.transcodes = True
 
     def _capture(
         self, model: nn.Module, number: int, entry: KeepEntry, found: list[dict[str, Place]]
@@ -317,6 +354,8 @@ class Prepared:
             request.sequences = Sequences(request.prompt, weakly(request.accept), stopped)
         if self._contents.gates:
             request.gates = GateStates()
+        if self._contents.transcodes:
+            request.transcoded = {}
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -398,6 +437,8 @@ class Request(RequestBase, Scope):
     """Sequences that its calls ran, for a plan with positions."""
     gates: GateStates
     """Readings of its gates, for a plan with some."""
+    transcoded: dict[tuple[int, int], tuple[TokensOfCall, Tensor]]
+    """Changed features that a call has read, of a plan with some, see `TranscodedFeature`."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
@@ -580,6 +621,24 @@ def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
     return {name: with_tokens_ahead(place) for name, place in places.items()}
 
 
+def _read_places(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
+    """Returns the place that a transcoder reads whose features an entry changes; {} for none.
+
+    Raises:
+        HookTypeError: it reads or writes several.
+    """
+    if not (isinstance(entry, HookEntry) and entry.transcodes):
+        return {}
+    with _named(number):
+        written = hooked_places_of(model, entry.what, entry.phase)
+        places = places_of(model, entry.hook.dictionary.reads)
+        for found in (places, written):
+            if len(found) > 1:
+                msg = f"a transcoder reads and writes one place each, not {listed(found)}"
+                raise HookTypeError(msg)
+    return {name: with_tokens_ahead(place) for name, place in places.items()}
+
+
 def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
     """Validates the places of a gate.
 
@@ -597,6 +656,16 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         if reading.width not in {None, shape[-1]}:
             msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
             raise HookTypeError(msg)
+
+
+def _extent(entry: HookEntry, gates: Mapping[str, Gate]) -> dict[str, Any]:
+    """Returns which tokens a hook changes and how much: arguments of `masked`."""
+    when, strength = entry.options.get("when"), entry.options.get("strength")
+    follows = strength if isinstance(strength, Ramp) else None
+    return {
+        "condition": TokenChoice(gates, when, follows) if entry.gates else None,
+        "strength": None if follows else strength,
+    }
 
 
 def _gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
@@ -637,10 +706,10 @@ def _priority_of_reader(
         return BEHIND_ALL
     first = min(behind)
     if ahead and max(ahead) > first:
-        name = next(name for name, each in found[number].items() if each is kept)
         msg = (
-            f"entry {number} of the plan reads {name!r} between entries that run in reverse order "
-            "because of priority= or prepend=: let them run in the order of the plan"
+            f"entry {number} of the plan reads {kept.quantity or kept.path!r} between entries that "
+            "run in reverse order because of priority= or prepend=: let them run in the order of "
+            "the plan"
         )
         raise HookError(msg)
     priority, rank = -first[0], first[1]

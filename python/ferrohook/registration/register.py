@@ -16,8 +16,9 @@ from ferrohook._core import (
 from ferrohook.attach.hook_info import state_of
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import SCOPE_IN_THREADS, explain, never_fired
+from ferrohook.dictionaries.features import ONLY_IN_PLANS, Feature
 from ferrohook.effects.routing import Replay, Route
-from ferrohook.errors import NeverFiredWarning, SelectionError
+from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.quantity import hooked_places_of
 from ferrohook.registration.scopes import scope_of
@@ -258,6 +259,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call)
         places = {name: with_tokens_ahead(place) for name, place in places.items()}
         stacks = stacks_to_track(model, places.values())
+    if isinstance(hook, Feature) and hook.dictionary.transcoder:
+        raise HookTypeError(ONLY_IN_PLANS)
     # Validates the hook itself: a place may take another form of it.
     Registry().register(phase, hook, with_kwargs=with_kwargs)
     frame = scope_of(scope)

@@ -59,6 +59,7 @@ BACK_END: Final = BackEnd(
         "python": "sites do not run Python",
         "route": "sites do not run Python, and a Route does",
         "table": "sites add only vectors of one dimension",
+        "transcoder": "sites do not run Python, and features of transcoders do",
         "trained": "sites add only vectors that are not trained",
     },
 )

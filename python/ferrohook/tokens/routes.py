@@ -32,6 +32,7 @@ class TokenRoute:
 
     def __call__(
         self,
+        _request: object,
         value: Any,
         places: Tensor,
         given: tuple[list[int], list[int], int, list[int] | None],

@@ -11,7 +11,7 @@ from ferrohook._core import (
     EndOfCall,
     MaskedHook,
     PlanGuard,
-    RouteHook,
+    TokenHook,
     TokenTracker,
     TypedHook,
     frames,
@@ -96,7 +96,7 @@ def masked(
     *,
     condition: Callable[..., Any] | None = None,
     strength: float | None = None,
-) -> MaskedHook | RouteHook:
+) -> MaskedHook | TokenHook:
     """Makes the form of a hook that acts at positions, under a condition or with a strength.
 
     Args:
@@ -110,7 +110,7 @@ def masked(
         HookTypeError: it cannot change some positions only.
     """
     if isinstance(hook, BoundRoute):
-        return RouteHook(TokenRoute(hook), hook.routing.ids, cast("int", mask), tracker)
+        return TokenHook(TokenRoute(hook), hook.routing.ids, cast("int", mask), tracker)
     if isinstance(hook, Written) and hook.refuses_positions is not None:
         raise HookTypeError(hook.refuses_positions)
     return MaskedHook(hook, mask, tracker, condition=condition, strength=strength)

@@ -72,7 +72,7 @@ mod _core {
     #[pymodule_export]
     use crate::effects::planned::{EndOfCall, PlanGuard};
     #[pymodule_export]
-    use crate::effects::route::RouteHook;
+    use crate::effects::tokens::TokenHook;
     #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]

@@ -8,8 +8,8 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::effects::tokens::ActingTokens;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
-use crate::rows::at::Chosen;
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
@@ -17,8 +17,6 @@ use crate::rows::calls::merging::{
 };
 use crate::rows::matrix::CallArguments;
 use crate::rows::numbers::Selection;
-use crate::rows::places::Tokens;
-use crate::rows::tracker::TokenTracker;
 use crate::torch;
 use crate::torch::tensors::part_of;
 
@@ -67,14 +65,7 @@ impl Native for GateHook {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let tracker = TokenTracker::of(py, None, turn.owner)?;
-        let tokens = Tokens::of(turn);
-        let own = tokens.and_then(|it| it.own.as_ref());
-        let Chosen::At(mask) = TokenTracker::chosen(tracker, self.mask, own)? else {
-            return Ok(None);
-        };
-        let tokens = TokenTracker::tokens_at(tracker, self.mask, tokens, turn.describe)?;
-        let Some(tokens) = tokens else {
+        let Some(tokens) = ActingTokens::of(turn, None, self.mask)? else {
             return Ok(None);
         };
         let value = match &self.part {
@@ -86,10 +77,9 @@ impl Native for GateHook {
             return Err(turn.type_error(expected, &value));
         }
         let call = Some(CallArguments::of(turn));
-        let taken = mask.take(turn.describe, &value, call)?;
-        self.read
-            .bind(py)
-            .call1((tracker, taken, tokens.for_python(py)?))?;
+        let taken = tokens.mask.take(turn.describe, &value, call)?;
+        let read = self.read.bind(py);
+        read.call1((tokens.tracker, taken, tokens.for_python))?;
         Ok(None)
     }
 
@@ -99,10 +89,7 @@ impl Native for GateHook {
 
     // A graph does not know the positions of the calls that will run it.
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced {
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
-        }))
+        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 

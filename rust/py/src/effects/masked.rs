@@ -191,10 +191,7 @@ impl Native for MaskedHook {
 
     // A graph does not know the positions of the calls that will run it.
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced {
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
-        }))
+        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 

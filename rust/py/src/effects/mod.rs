@@ -6,6 +6,6 @@ pub mod gpu_vector;
 pub mod intervention;
 pub mod masked;
 pub mod planned;
-pub mod route;
 mod together;
+pub mod tokens;
 pub mod typed;

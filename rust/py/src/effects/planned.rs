@@ -96,10 +96,7 @@ impl Native for PlanGuard {
     // Dynamo guards the modules itself.
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         let positions = self.positions.as_ref();
-        Ok(positions.map(|_| Traced {
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
-        }))
+        Ok(positions.map(|_| Traced::breaking(object.clone())))
     }
 }
 

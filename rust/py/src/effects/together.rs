@@ -329,10 +329,7 @@ impl Native for InterventionBase {
 
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         if !self.traces {
-            return Ok(Some(Traced {
-                faithful: false,
-                ..Traced::plain(object.clone(), false)
-            }));
+            return Ok(Some(Traced::breaking(object.clone())));
         }
         let form = Self::traced_form(object.cast()?)?;
         Ok(Some(Traced {

@@ -103,6 +103,14 @@ impl<'py> Traced<'py> {
             in_place: false,
         }
     }
+
+    /// Breaks the graph at a native hook.
+    pub fn breaking(hook: Bound<'py, PyAny>) -> Self {
+        Self {
+            faithful: false,
+            ..Self::plain(hook, false)
+        }
+    }
 }
 
 /// What others ask of a class of native hooks: they know its type.

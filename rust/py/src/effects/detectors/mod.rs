@@ -244,8 +244,7 @@ impl Native for NativeDetector {
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
             kind: "detector",
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
+            ..Traced::breaking(object.clone())
         }))
     }
 }

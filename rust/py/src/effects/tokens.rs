@@ -1,25 +1,64 @@
-//! `RouteHook`: changes the output of a module at chosen tokens, whose positions it knows.
+//! `TokenHook`: reads or changes a value at chosen tokens, whose positions it knows.
+
+use std::sync::Arc;
 
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::merging::{InBatch, in_batch};
+use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
 use crate::torch;
 use crate::torch::tensors::part_of;
 
-/// Hook that has the tokens at some positions take other experts.
+/// Tokens of a call that a hook acts on.
+pub struct ActingTokens<'a, 'py> {
+    /// The request, or the tracker outside of plans.
+    pub tracker: &'a Bound<'py, TokenTracker>,
+    pub mask: Arc<Mask>,
+    pub for_python: Bound<'py, PyTuple>,
+}
+
+impl<'a, 'py> ActingTokens<'a, 'py> {
+    /// Finds those at one of the positions, by its index; None if there are none.
+    pub fn of(
+        turn: &'a Turn<'_, 'py>,
+        tracker: Option<&'a Py<TokenTracker>>,
+        at: usize,
+    ) -> PyResult<Option<Self>> {
+        let py = turn.module.py();
+        let tracker = TokenTracker::of(py, tracker, turn.owner)?;
+        let tokens = Tokens::of(turn);
+        let own = tokens.and_then(|it| it.own.as_ref());
+        let Chosen::At(mask) = TokenTracker::chosen(tracker, at, own)? else {
+            return Ok(None);
+        };
+        let found = TokenTracker::tokens_at(tracker, at, tokens, turn.describe)?;
+        let found = found.map(|found| {
+            Ok(Self {
+                tracker,
+                mask,
+                for_python: found.for_python(py)?,
+            })
+        });
+        found.transpose()
+    }
+}
+
+/// Hook on the tokens at some positions, such as a route.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
-pub struct RouteHook {
-    /// Takes the output, the places of the tokens in it and the tokens; returns another output or None.
+pub struct TokenHook {
+    /// Takes the request or tracker, the value, the places of the tokens in the part and the tokens;
+    /// returns another value or None.
     change: Py<PyAny>,
-    /// Part of the output with a row for each token.
-    part: Py<PyAny>,
+    /// Part of the value with the tokens; None: the whole value.
+    part: Option<Py<PyAny>>,
     /// Index of the positions in the plan or the tracker.
     mask: usize,
     /// None in a plan, whose requests are trackers.
@@ -27,12 +66,12 @@ pub struct RouteHook {
 }
 
 #[pymethods]
-impl RouteHook {
+impl TokenHook {
     #[new]
     #[pyo3(signature = (change, part, mask, tracker = None))]
     fn new(
         change: Py<PyAny>,
-        part: Py<PyAny>,
+        part: Option<Py<PyAny>>,
         mask: usize,
         tracker: Option<Py<TokenTracker>>,
     ) -> (Self, NativeHook) {
@@ -57,9 +96,9 @@ impl RouteHook {
     }
 }
 
-impl Native for RouteHook {
-    fn phase(&self) -> Option<Phase> {
-        Some(Phase::Forward)
+impl Native for TokenHook {
+    fn native_in(&self, phase: Phase) -> bool {
+        matches!(phase, Phase::Forward | Phase::ForwardPre)
     }
 
     fn changes(&self) -> bool {
@@ -80,23 +119,19 @@ impl Native for RouteHook {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
-        let tokens = Tokens::of(turn);
-        let own = tokens.and_then(|it| it.own.as_ref());
-        let Chosen::At(mask) = TokenTracker::chosen(tracker, self.mask, own)? else {
+        let Some(tokens) = ActingTokens::of(turn, self.tracker.as_ref(), self.mask)? else {
             return Ok(None);
         };
-        let tokens = TokenTracker::tokens_at(tracker, self.mask, tokens, turn.describe)?;
-        let Some(tokens) = tokens else {
-            return Ok(None);
+        let rows = match &self.part {
+            Some(part) => part_of(turn.value, part.bind(py))?,
+            None => turn.value.clone(),
         };
-        let rows = part_of(turn.value, self.part.bind(py))?;
         if !torch::is_tensor(&rows)? {
-            return Err(turn.type_error("a router returns the ids of experts", &rows));
+            return Err(turn.type_error("it acts on a tensor", &rows));
         }
         let call = Some(CallArguments::of(turn));
-        let places = mask.places_in(turn.describe, &rows, call)?;
-        let arguments = (turn.value, places, tokens.for_python(py)?);
+        let places = tokens.mask.places_in(turn.describe, &rows, call)?;
+        let arguments = (tokens.tracker, turn.value, places, tokens.for_python);
         let changed = self.change.bind(py).call1(arguments)?;
         Ok((!changed.is_none()).then_some(changed))
     }
@@ -107,12 +142,9 @@ impl Native for RouteHook {
 
     // A graph does not know the positions of the calls that will run it.
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced {
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
-        }))
+        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 
-// Each member has its ids.
-impl InBatch for RouteHook {}
+// Each member runs alone.
+impl InBatch for TokenHook {}
