@@ -157,7 +157,7 @@ class Decoding:
 
 
 def decoded() -> dict[str, Sampler]:
-    """Decode steps of 32 requests, each steered in a layer: always, or where its gate allows it."""
+    """Decode steps of 32 requests: each steered in a layer, or where its gate allows; a feature."""
     early, late = NAMES[2], NAMES[5]
 
     def plan(vector: torch.Tensor, *, gated: bool) -> fh.Plan:
@@ -178,6 +178,7 @@ def decoded() -> dict[str, Sampler]:
     return {
         f"{REQUESTS} tokens decoded, steered": model_calls(steered, ids),
         f"{REQUESTS} tokens decoded, gated and steered": model_calls(gated, ids),
+        f"{REQUESTS} tokens decoded, a feature set": model_calls(with_features(), ids),
     }
 
 
@@ -189,10 +190,9 @@ def dictionary() -> fh.Dictionary:
     return fh.Dictionary(encoder, decoder, b_enc=torch.zeros(FEATURES), b_dec=torch.zeros(WIDTH))
 
 
-def with_features() -> dict[str, Sampler]:
-    """Decode steps of 32 requests: a vector is added in a layer, or a feature of each is set."""
+def with_features() -> Decoding:
+    """Decode steps of 32 requests, a feature of each set in a layer."""
     made, late = dictionary(), NAMES[5]
-    steered = Decoding(lambda vector: fh.Plan(fh.on(late, fh.Add(vector))))
     numbers = iter(range(REQUESTS))
     changed = Decoding(lambda _: fh.Plan(fh.on(late, fh.Feature(made, next(numbers), set=4.0))))
     by_hand = Decoding(lambda _: fh.Plan())
@@ -202,7 +202,7 @@ def with_features() -> dict[str, Sampler]:
         values = made.encode(output)[rows, :, rows]
         return output + (4.0 - values)[..., None] * made.weights.tensors["W_dec"][rows, None]
 
-    ids = steered.prompts[:, :1]
+    ids = changed.prompts[:, :1]
     with torch.no_grad():
         with fh.register(by_hand.model, late, change):
             by_hand.start()
@@ -210,10 +210,7 @@ def with_features() -> dict[str, Sampler]:
         close = torch.allclose(output(changed, ids), expected, rtol=1e-3, atol=1e-4)
         expect(close, "the output of features that are set by hand")
         expect(all(request.error is None for request in changed.requests), "no failed request")
-    return {
-        f"{REQUESTS} tokens decoded, steered": model_calls(steered, ids),
-        f"{REQUESTS} tokens decoded, a feature set": model_calls(changed, ids),
-    }
+    return changed
 
 
 def kept_features() -> dict[str, Sampler]:
@@ -366,7 +363,7 @@ GROUPS = [
         needs="transformers",
     ),
     Group(
-        name="gates of 32 requests",
+        name="gates and features of 32 requests",
         setup=decoded,
         rows=[
             Row(
@@ -374,13 +371,6 @@ GROUPS = [
                 over=f"{REQUESTS} tokens decoded, steered",
                 bar=1.03,
             ),
-        ],
-        needs="transformers",
-    ),
-    Group(
-        name="features of 32 requests",
-        setup=with_features,
-        rows=[
             Row(
                 name=f"{REQUESTS} tokens decoded, a feature set",
                 over=f"{REQUESTS} tokens decoded, steered",
