@@ -8,6 +8,7 @@ from torch import nn
 
 import ferrohook as fh
 from support.dictionaries import D_IN, dictionary_of
+from support.modules import Tokens
 
 pytestmark = pytest.mark.cuda
 KINDS = ["relu", "gated", "topk rescaled", "groupmax"]
@@ -50,6 +51,30 @@ def test_members_of_a_batch(kind: str) -> None:
         for n, request in enumerate(requests):
             expected = fh.Feature(dictionary, n, set=5.0).apply(plain[2 * n : 2 * n + 2])
             torch.testing.assert_close(request.acts["0"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transcoder(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Tokens(nn.Linear(D_IN, D_IN), nn.Linear(D_IN, D_IN)).cuda()
+    own = dictionary_of(kind, transcoder=True, reads="0", writes="1")
+    direction = torch.randn(D_IN)
+    plan = fh.Plan(
+        fh.gate("g", "0", fh.Dot(direction)),
+        fh.on("1", fh.Feature(own, [3, 9], set=5.0), when=fh.above("g", 0.0)),
+        fh.keep(["0", "1"], device="cpu"),
+    )
+    x, positions = torch.randn(2, 4, D_IN).cuda(), torch.arange(4).expand(2, -1)
+    with torch.no_grad():
+        request = plan.open(model)
+        with fh.batch({request: [0, 1]}, positions=positions):
+            model(x)
+        plain = model(x).cpu()
+    read = request.acts["0"]
+    rows = own.written(torch.tensor([3, 9]), read[0, 0])
+    changed = (5.0 - own.encode(read)[..., [3, 9]]) @ rows
+    expected = torch.where((read @ direction > 0)[..., None], plain + changed, plain)
+    torch.testing.assert_close(request.acts["1"], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,22 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ferrohook as fh
 from support.amounts import amount
 from support.dictionaries import D_IN, D_SAE, KINDS, NORMALIZATIONS, K, weights_of
-from support.modules import Echo
+from support.modules import Echo, Tokens
 
 LENGTH = 4
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-
-
-class Tokens(nn.Sequential):
-    """Takes tensors in place of token ids, so that positions apply to them."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids)
 
 
 class Known(NamedTuple):

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.errors import HookError, HookTypeError
 from support.amounts import amount
-from support.dictionaries import D_IN, D_SAE, KINDS, normalized_by_hand, values_by_hand, weights_of
+from support.dictionaries import (
+    D_IN,
+    D_SAE,
+    KINDS,
+    dictionary_of,
+    normalized_by_hand,
+    values_by_hand,
+    weights_of,
+)
 from support.language_models import language_model
-from support.modules import Echo
+from support.modules import Echo, Tokens
 
 pytest.importorskip("transformers")
 
@@ -27,11 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # names of old
 
 
 def transcoder(
-    kind: str = "relu", width: int = WIDTH, d_out: int | None = None, seed: int = 0, **more: Any
+    kind: str = "relu", width: int = WIDTH, d_out: int | None = None, **more: Any
 ) -> fh.Dictionary:
-    weights: dict[str, Any] = {**weights_of(kind, d_out or width, seed=seed, width=width)}
-    own = {"reads": READS, "writes": WRITES} | KINDS[kind] | more
-    return fh.Dictionary(**weights, activation=kind.partition(" ")[0], transcoder=True, **own)
+    places = {"reads": READS, "writes": WRITES}
+    return dictionary_of(kind, width=width, d_out=d_out, transcoder=True, **places | more)
 
 
 @functools.cache
@@ -184,13 +191,6 @@ def test_a_quantity_that_is_a_multiple_is_changed_as_itself() -> None:
     changed = change(own, 3, 4.0, acts[READS])
     for what in (WRITES, "@resid_post.0"):
         torch.testing.assert_close(found[what], acts[what] + changed, rtol=1e-4, atol=1e-5)
-
-
-class Tokens(nn.Sequential):
-    """Takes tensors in place of token ids, so that positions apply to them."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids)
 
 
 @pytest.mark.parametrize("seed", range(amount(40, whole=1000)))

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import ferrohook as fh
 from ferrohook.engines import transformers as engine
-from support.dictionaries import D_SAE, dictionary_of, weights_of
+from support.dictionaries import D_SAE, dictionary_of
 from support.engines import WIDTH, batching, greedy, tiny_llama
 
 NEW, WAIT = 6, 100
@@ -32,9 +32,7 @@ def test_requests_with_features_answer_as_they_do_alone() -> None:
         kind: dictionary_of(kind, width=WIDTH, normalize_activations="layer_norm")
         for kind in ("relu", "groupmax")
     }
-    transcoder = fh.Dictionary(
-        **weights_of("relu", WIDTH, width=WIDTH), transcoder=True, reads="@mlp_in.1"
-    )
+    transcoder = dictionary_of("relu", width=WIDTH, transcoder=True, reads="@mlp_in.1")
     jobs: list[tuple[list[int], fh.Plan]] = []
     for number in range(12):
         dictionary = own["relu" if number % 3 else "groupmax"]

@@ -16,15 +16,9 @@ import ferrohook as fh
 from ferrohook._core import places_at
 from ferrohook.tokens.positions import At, mask_of, native_at
 from ferrohook.tokens.positions import Tokens as CallTokens
+from support.modules import Tokens
 
 WIDTH = 4
-
-
-class Tokens(nn.Sequential):
-    """Takes what plans with positions are for."""
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids)
 
 
 @pytest.fixture

@@ -39,9 +39,11 @@ def weights_of(kind: str, d_out: int = D_IN, seed: int = 0, width: int = D_IN) -
     return weights
 
 
-def dictionary_of(kind: str, seed: int = 0, width: int = D_IN, **more: Any) -> fh.Dictionary:
-    """A random dictionary of a kind."""
-    weights: dict[str, Any] = {**weights_of(kind, width, seed=seed, width=width)}
+def dictionary_of(
+    kind: str, seed: int = 0, width: int = D_IN, d_out: int | None = None, **more: Any
+) -> fh.Dictionary:
+    """A random dictionary of a kind; `d_out`: None for `width`."""
+    weights: dict[str, Any] = {**weights_of(kind, d_out or width, seed=seed, width=width)}
     return fh.Dictionary(**weights, activation=kind.partition(" ")[0], **KINDS[kind], **more)
 
 

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 Module: TypeAlias = fh.HookedModule[Any]
 
 
+class Tokens(nn.Sequential):
+    """Takes tensors in place of token ids, so that positions apply to them."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = super().forward(input_ids)  # type: ignore[no-untyped-call]
+        return found
+
+
 class Echo(nn.Module):
     """Returns its argument, which need not be a tensor."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ferrohook._core import to_device
 from ferrohook.dictionaries.dictionary import flattened
 from ferrohook.dictionaries.features import computed_in
 from ferrohook.effects.parts import change_part, part_of
@@ -95,10 +96,11 @@ class TranscodedFeature:
             acts, strengths = self._condition(request, tokens)
             if not any(acts):
                 return None
-            acting = torch.tensor(acts, device=change.device)
-            places, change = places[acting.to(places.device)], change[acting]
+            acting = torch.tensor([place for place, each in enumerate(acts) if each])
             if strengths is not None:
-                strength = strengths.to(change.device)[acting, None]
+                strength = to_device(strengths[acting.to(strengths.device), None], change.device)
+            acting = to_device(acting, change.device)
+            places, change = places.index_select(0, acting), change.index_select(0, acting)
         if strength is not None:
             change = change * strength
 
