@@ -23,7 +23,7 @@ from ferrohook.engines.sglang.front_end import _with_uploads
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.uploads import Uploads
-from ferrohook.engines.wire import FIELD, NAME, VECTORS, packed_uploads
+from ferrohook.engines.wire import FIELD, GATES, NAME, VECTORS, packed_uploads
 from support import engine_scenes as scenes
 from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
 from support.engine_scenes import (
@@ -37,7 +37,7 @@ from support.engine_scenes import (
 )
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
-from support.sglang_engine import abort, answer_of, request, serve
+from support.sglang_engine import abort, answer_of, check_streamed, request, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,17 +99,20 @@ def test_plans_end_their_requests(local: Local) -> None:
     stops = scenes.random_stops(asker(local), 12)
     requests = []
     for number, each in enumerate(stops):
-        requests.append(request(f"stops-{number}", each.prompt, each.plan, NEW))
+        streamed = bool(number % 2)
+        requests.append(request(f"stops-{number}", each.prompt, each.plan, NEW, stream=streamed))
         requests.append(request(f"goes-on-{number}", each.prompt, None, NEW))
     found = local.run([requests])
     for number, each in enumerate(stops):
         ended = found[f"stops-{number}"]
         assert [*ended["tokens"]] == each.text
         assert ended["finish"] == {"type": "stop", "matched": "the end"}
-        if each.text:  # captures travel with the tokens
-            captured = sglang.activations(ended)
-            positions = captured.positions["@gate.the end"].tolist()
-            assert positions == [*range(len(each.prompt) + len(each.text))]
+        captured = sglang.activations(ended)
+        positions = captured.positions["@gate.the end"].tolist()
+        assert positions == [*range(len(each.prompt) + len(each.text))]
+        assert (GATES in ended) == number % 2
+        if GATES in ended:
+            check_streamed(ended, len(each.prompt), ran_last=1)
         goes_on = found[f"goes-on-{number}"]
         assert goes_on["finish"].get("matched") != "the end"
         assert [*goes_on["tokens"]][: len(each.text)] == each.text
