@@ -144,9 +144,7 @@ class PlannedServer(Routes):
                 key: act.flatten() if key.startswith("@gate.") else act.reshape(-1, act.shape[-1])
                 for key, act in output.acts.items()
             }
-            read = {key.removeprefix("@gate."): act for key, act in acts.items() if "@" in key}
-            for gate, values in read.items():
-                gates.note(gate, range(len(values)), values.tolist())
+            gates = _gates_in(acts)
             places = {key: [*range(len(act))] for key, act in acts.items()}
             data = packed(acts, places)
             if token is not None:
@@ -187,7 +185,8 @@ class PlannedServer(Routes):
             piece = f"{' ' if place else ''}w{each}"
             inside = {"delta": {"content": piece}} if kind == "chat.completion" else {"text": piece}
             end = reason if place == len(made) - 1 else None
-            choice = {"index": 0, "finish_reason": end, "token_ids": [each], **inside}
+            choice: dict[str, Any] = {"index": 0, "finish_reason": end, "token_ids": [each]}
+            choice |= inside
             if gates[place]:
                 choice[GATES] = gates[place]
             event = {"id": name, "choices": [choice]}
@@ -200,6 +199,15 @@ class PlannedServer(Routes):
             found = [{"index": 0, FIELD: inline}] if inline else []
             yield f"data: {json.dumps({'object': FIELD, 'choices': [], FIELD: found})}\n\n"
         yield "data: [DONE]\n\n"
+
+
+def _gates_in(acts: dict[str, torch.Tensor]) -> GateStream:
+    """Values of gates that were kept."""
+    stream = GateStream()
+    for key, act in acts.items():
+        if key.startswith("@gate."):
+            stream.note(key.removeprefix("@gate."), range(len(act)), act.tolist())
+    return stream
 
 
 def failure(code: int, message: str) -> Response:

@@ -28,6 +28,10 @@ class AnswerGates:
         """Adds values of a choice."""
         extend(self._waiting.setdefault(index, {}), values)
 
+    def take(self, index: int) -> GateValues:
+        """Returns the values of a choice, once."""
+        return self._waiting.pop(index, {})
+
     async def join(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Yields the events of an answer with the values in their choices."""
         async with contextlib.aclosing(events):
@@ -49,6 +53,6 @@ class AnswerGates:
         if "error" in content:
             self._waiting.clear()
         for choice in content.get("choices", ()):
-            if (values := self._waiting.pop(choice["index"], None)) is not None:
+            if values := self.take(choice["index"]):
                 choice[GATES] = values
         return f"data: {json.dumps(content)}{end}{rest}"

@@ -93,9 +93,7 @@ def test_streams_carry_the_values_of_gates(llama: Any, engine: Any) -> None:
         assert sum(map(bool, chunks)) >= len(last[number]["output_ids"]) // 2
         assert joined["g"]["positions"] == captured.positions["@gate.g"].tolist()
         values = torch.tensor(numbers_of(joined["g"]))
-        torch.testing.assert_close(
-            values, captured.acts["@gate.g"], rtol=0, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(values, captured.acts["@gate.g"], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

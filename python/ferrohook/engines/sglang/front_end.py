@@ -148,7 +148,7 @@ def _joined(parts: Iterable[GateValues | None]) -> GateValues:
     return joined
 
 
-def reporting(
+def reporting(  # noqa: PLR0913, PLR0917 (SGLang's arguments)
     original: Any, manager: Any, meta: Any, state: Any, info: dict[str, Any], index: int, *args: Any
 ) -> None:
     """Around `TokenizerManager.update_request_meta_info`: fields for an answer and for logs.

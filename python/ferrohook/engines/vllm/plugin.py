@@ -401,9 +401,9 @@ def _looping(original: Any, self: Any) -> Any:
 def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
     report: StepReport | None = getattr(output, "ferrohook_report", None)
     waiting: dict[str, GateValues] = vars(self).setdefault("ferrohook_gates", {})
-    if not report:
+    if report is None:
         made = original(self, scheduler_output, output)
-        _add_gates(made, waiting)
+        _add_gates(made, waiting, self.requests)
         return made
     for request_id in self.requests.keys() & report.gates.keys():
         extend(waiting.setdefault(request_id, {}), report.gates[request_id])
@@ -417,14 +417,14 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
     for client, answer in ended:
         made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
         made[client].outputs.append(answer)
-    _add_gates(made, waiting)
-    for request_id in waiting.keys() - self.requests.keys():
-        del waiting[request_id]
+    _add_gates(made, waiting, self.requests)
     return made
 
 
-def _add_gates(made: Mapping[int, Any], waiting: dict[str, GateValues]) -> None:
-    """Adds the values of gates to the outputs of their requests.
+def _add_gates(
+    made: Mapping[int, Any], waiting: dict[str, GateValues], live: Mapping[str, Any]
+) -> None:
+    """Adds the values of gates to the outputs of their requests, and drops those of others.
 
     A step that runs a part of a prompt makes no output: its values wait. They travel in the only
     field for a dict, which `_outputting` restores.
@@ -434,6 +434,8 @@ def _add_gates(made: Mapping[int, Any], waiting: dict[str, GateValues]) -> None:
     for each in itertools.chain.from_iterable(outputs.outputs for outputs in made.values()):
         if (values := waiting.pop(each.request_id, None)) is not None:
             each.kv_transfer_params = {**(each.kv_transfer_params or {}), GATES: values}
+    for request_id in waiting.keys() - live.keys():
+        del waiting[request_id]
 
 
 def _evict(scheduler: Any, failed: Collection[str]) -> None:

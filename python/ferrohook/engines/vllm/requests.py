@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.admission import Admission, ReadPlan, text_of
-from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
 from ferrohook.engines.vllm import metrics
@@ -23,6 +22,7 @@ from ferrohook.engines.wire import FIELD, GATES, NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook.engines.gate_events import AnswerGates
     from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.gates.streaming import GateValues
 
