@@ -19,7 +19,7 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
-from ferrohook.engines.sglang.front_end import _with_uploads
+from ferrohook.engines.sglang.front_end import _with_uploads, reporting
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.uploads import Uploads
@@ -116,6 +116,19 @@ def test_plans_end_their_requests(local: Local) -> None:
         goes_on = found[f"goes-on-{number}"]
         assert goes_on["finish"].get("matched") != "the end"
         assert [*goes_on["tokens"]][: len(each.text)] == each.text
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_fields_go_to_requests_with_a_plan(planned: bool) -> None:
+    """SGLang gives each request of a step the fields of all, with None in place of its own."""
+    params = {"custom_params": {NAME: "{}"}} if planned else {}
+    state = types.SimpleNamespace(obj=types.SimpleNamespace(sampling_params=params))
+    info = {FIELD: [[b"a"], [None]], GATES: [[{}], [None]], "others": [[1], [2]]}
+    found: list[Any] = []
+    reporting(lambda *given: found.append(given), None, {}, state, info, 1, None)
+    ((_, _, _, given, index, _),) = found
+    assert index == 1
+    assert given.keys() == (info.keys() if planned else {"others"})
 
 
 def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
