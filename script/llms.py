@@ -49,10 +49,8 @@ INTRODUCTION = """\
   `print(acts)`.
 - `with fh.register(model, "layers.3", hook): model(x)`; without `with`, `.remove()` the handles
   that it returns.
-- `with fh.scope(): fh.register(...)` is for only this context's calls; `scope="global"` is for
-  every caller's.
-- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call; the
-  result has `.output` and `.acts`, and unpacks as these.
+- `with fh.scope(): fh.register(...)`: for this context's calls; `scope="global"`: every caller's.
+- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call: `output, acts = ...`.
 - `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
   prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
   plan is JSON: `to_json`, `from_json`.

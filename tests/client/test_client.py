@@ -27,6 +27,7 @@ from ferrohook.client import (
 from ferrohook.engines.wire import digest_of
 from support.dictionaries import D_SAE, dictionary_of
 from support.engines import WIDTH, Change, Job, random_jobs
+from support.gate_streams import check_chunks, read_along
 from support.planned_server import tokens_of, words
 from support.serving import Answer
 
@@ -92,6 +93,42 @@ def test_texts_and_captures_are_those_of_the_request_alone(  # noqa: PLR0913, PL
     assert len(pieces) == len(stream.generated.token_ids or ())
     assert "".join(pieces) == stream.generated.text
     check(server, job, stream.generated)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_gates_are_read_along(server: PlannedServer, client: Client, url: str, engine: str) -> None:
+    """With the tokens that follow, by both clients; the text alone is as before."""
+    server.engine = engine
+    direction = torch.linspace(-1, 1, WIDTH)
+    plan = fh.Plan(
+        fh.gate("each", "model.layers.1", fh.Dot(direction)),
+        fh.gate("late", "model.layers.1", fh.Norm(), over=fh.window(len(PROMPT) + 2)),
+        fh.gate("unkept", "model.layers.1", fh.Norm()),
+        fh.keep("@gate.each"),
+        fh.keep("@gate.late"),
+    )
+    with client.stream(PROMPT, plan, max_tokens=NEW) as stream:
+        chunks = [*stream.chunks()]
+    check_chunks(chunks, stream.generated, ["each", "late"], len(PROMPT))
+    assert chunks[0].gates["late"].isnan().all()
+    assert [len(each.gates["each"]) for each in chunks] == [len(PROMPT)] + [1] * (NEW - 1)
+    hidden: list[torch.Tensor] = []
+    hook = server.model.model.layers[1].register_forward_hook(
+        lambda _module, _args, output: hidden.append(output[0])
+    )
+    ids = [*PROMPT, *(stream.generated.token_ids or ())][:-1]
+    server.model(torch.tensor([ids]), use_cache=False)
+    hook.remove()
+    given = torch.cat([each.gates["each"] for each in chunks])
+    torch.testing.assert_close(given, hidden[0] @ direction, rtol=1e-3, atol=1e-3)
+    for (own, generated), job in zip(
+        read_along(url, [(PROMPT, plan), (PROMPT, None)], {"max_tokens": NEW}),
+        (["each", "late"], []),
+        strict=True,
+    ):
+        check_chunks(own, generated, job, len(PROMPT) if job else 0)
+    with client.stream(PROMPT, plan, max_tokens=NEW) as stream:
+        assert "".join(stream) == stream.generated.text
 
 
 def test_many_requests_at_once(server: PlannedServer, url: str) -> None:

@@ -19,7 +19,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 import ferrohook as fh
 from ferrohook.engines.transformers import attach
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan
-from ferrohook.engines.wire import FIELD, HEADER, NAME, packed
+from ferrohook.engines.wire import FIELD, GATES, HEADER, NAME, packed
+from ferrohook.gates.streaming import GateStream
 from ferrohook.plans.entries import KeepEntry
 from support.engines import WIDTH, batching, greedy, tiny_llama
 from support.http_server import serving_app
@@ -28,6 +29,8 @@ from support.upload_routes import Routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ferrohook.gates.streaming import GateValues
 
 KEYS = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 
@@ -135,8 +138,13 @@ class PlannedServer(Routes):
         name = f"cmpl-{secrets.token_hex(4)}"
         token = None if plan is None or self.engine == "sglang" else secrets.token_urlsafe(24)
         inline: str | None = None
+        gates = GateStream()
         if plan is not None:
-            acts = {key: act.reshape(-1, act.shape[-1]) for key, act in output.acts.items()}
+            acts = {
+                key: act.flatten() if key.startswith("@gate.") else act.reshape(-1, act.shape[-1])
+                for key, act in output.acts.items()
+            }
+            gates = _gates_in(acts)
             places = {key: [*range(len(act))] for key, act in acts.items()}
             data = packed(acts, places)
             if token is not None:
@@ -148,7 +156,8 @@ class PlannedServer(Routes):
         made = output.generated_tokens
         reason = "length" if len(made) == body.get("max_tokens", 8) else "stop"
         if body.get("stream"):
-            events = self._events(name, token, inline, made, kind, reason)
+            gated = [gates.take(len(prompt) + place) for place in range(len(made))]
+            events = self._events(name, token, inline, made, gated, kind, reason)
             return StreamingResponse(events, headers=headers, media_type="text/event-stream")
         content: dict[str, Any] = {"text": words(made)}
         if kind == "chat.completion":
@@ -168,6 +177,7 @@ class PlannedServer(Routes):
         token: str | None,
         inline: str | None,
         made: list[int],
+        gates: list[GateValues],
         kind: str,
         reason: str,
     ) -> Iterator[str]:
@@ -175,7 +185,10 @@ class PlannedServer(Routes):
             piece = f"{' ' if place else ''}w{each}"
             inside = {"delta": {"content": piece}} if kind == "chat.completion" else {"text": piece}
             end = reason if place == len(made) - 1 else None
-            choice = {"index": 0, "finish_reason": end, "token_ids": [each], **inside}
+            choice: dict[str, Any] = {"index": 0, "finish_reason": end, "token_ids": [each]}
+            choice |= inside
+            if gates[place]:
+                choice[GATES] = gates[place]
             event = {"id": name, "choices": [choice]}
             if token is not None and not place:
                 event[FIELD] = token
@@ -186,6 +199,15 @@ class PlannedServer(Routes):
             found = [{"index": 0, FIELD: inline}] if inline else []
             yield f"data: {json.dumps({'object': FIELD, 'choices': [], FIELD: found})}\n\n"
         yield "data: [DONE]\n\n"
+
+
+def _gates_in(acts: dict[str, torch.Tensor]) -> GateStream:
+    """Values of gates that were kept."""
+    stream = GateStream()
+    for key, act in acts.items():
+        if key.startswith("@gate."):
+            stream.note(key.removeprefix("@gate."), range(len(act)), act.tolist())
+    return stream
 
 
 def failure(code: int, message: str) -> Response:

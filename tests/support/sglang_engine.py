@@ -7,10 +7,13 @@ import os
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
 from ferrohook.engines.sglang.front_end import encode
-from ferrohook.engines.wire import FIELD, NAME
+from ferrohook.engines.wire import FIELD, GATES, NAME
+from ferrohook.gates.streaming import extend, numbers_of
 from support.quantity_plans import NEW
 from support.serving import Answer, Arrivals
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.engines.sglang.worker import SchedulerWorker
+    from ferrohook.gates.streaming import GateValues
     from support.engines import Job
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
@@ -146,8 +150,10 @@ def answers(sent: Iterable[Any]) -> dict[str, Any]:
             answer["tokens"] += each.output_ids[place]
             answer["finish"] = each.finished_reasons[place]
             answer["cached"] = each.cached_tokens[place]
+            for part in filter(None, info.get(GATES, {place: ()})[place]):
+                answer.setdefault(GATES, []).append((len(answer["tokens"]), part))
             if FIELD in info:
-                encode(None, {}, None, info, place)
+                encode(info, place)
                 for part in filter(None, info[FIELD][place]):
                     answer[FIELD] = part
     return found
@@ -165,6 +171,8 @@ def serve(
 ) -> dict[int, Answer]:
     """Sends requests between steps at random, cancels some; returns the answers by number.
 
+    Every other is streamed, and so are the values of its gates.
+
     Some of their prompts come again with plans that are bad or fail as they run.
     """
     arrivals = Arrivals(jobs, seed, aborted)
@@ -174,13 +182,17 @@ def serve(
         fh.Plan(fh.on("model.layers.2", fh.Scale(1e38), at="generated")),
     ]
 
+    def is_streamed(name: str) -> bool:
+        return int(name.rpartition("-")[2]) % 2 == 1
+
     def feed() -> Iterator[list[Any]]:
         for step in itertools.count():
             if not arrivals.waiting:
                 return
             arrived, cancelled = arrivals.step()
             now = [
-                request(f"{name}.", it.prompt, it.plan, new_tokens) for name, it in arrived.items()
+                request(f"{name}.", it.prompt, it.plan, new_tokens, stream=is_streamed(name))
+                for name, it in arrived.items()
             ]
             if cancelled is not None:
                 now.append(abort(f"{cancelled}."))  # SGLang cancels all that begin so
@@ -195,6 +207,8 @@ def serve(
     }
     # The second fails where it has many tokens.
     assert all(end == "abort" for name, end in ends.items() if int(name[7:-1]) % 3 == 0), ends
+    for name, number in arrivals.running.items():
+        assert (GATES in found[f"{name}."]) == (is_streamed(name) and bool(jobs[number].gated))
     return {
         number: answer_of(found[f"{name}."], jobs[number])
         for name, number in arrivals.running.items()
@@ -222,4 +236,22 @@ def answer_of(found: Mapping[str, Any], job: Job) -> Answer:
     failed = found["finish"]["type"] == "abort"
     if failed:
         return Answer([], {}, found["finish"]["message"])
+    if GATES in found:
+        check_streamed(found, len(job.prompt))
     return Answer([*found["tokens"]], activations(found).acts if job.captures else {})
+
+
+def check_streamed(found: Mapping[str, Any], prompt: int, ran_last: int = 0) -> None:
+    """Asserts that the values of gates came with the next tokens, each once, and as captured."""
+    captured = activations(found)
+    joined: GateValues = {}
+    for tokens, values in found[GATES]:
+        is_last = tokens == len(found["tokens"])
+        for own in values.values():
+            assert max(own["positions"]) < prompt + tokens - 1 + (ran_last if is_last else 0)
+        extend(joined, values)
+    for gate, own in joined.items():
+        name = f"@gate.{gate}"
+        assert own["positions"] == captured.positions[name].tolist()
+        values = torch.tensor(numbers_of(own))
+        torch.testing.assert_close(values, captured.acts[name], rtol=0, atol=0, equal_nan=True)

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import torch
 
 import ferrohook as fh
+from ferrohook.engines.gate_events import AnswerGates
+from ferrohook.engines.wire import GATES, Captured
+from ferrohook.gates.streaming import numbers_of
 from support.serving import CONFIGS as CONFIGS
 from support.serving import EOS as EOS
 from support.serving import LAYERS as LAYERS
@@ -123,9 +127,15 @@ def serve_at_once(
 def serve(
     llm: Any, jobs: Sequence[Job], seed: int, new_tokens: int = 12, aborted: float = 0.0
 ) -> dict[int, Answer]:
-    """Sends requests between steps at random, cancels some; returns the answers by number."""
-    from ferrohook.engines.vllm import activations  # noqa: PLC0415
+    """Sends requests between steps at random, cancels some; returns the answers by number.
 
+    The values of gates are read along, as a stream does.
+    """
+    from ferrohook.engines.vllm import activations  # noqa: PLC0415
+    from ferrohook.engines.vllm.requests import streams  # noqa: PLC0415
+
+    read = {f"stream-{number}": AnswerGates() for number, job in enumerate(jobs) if job.gated}
+    streams.update(read)
     engine = llm.llm_engine
     arrivals = Arrivals(jobs, seed, aborted)
     running = arrivals.running
@@ -134,6 +144,8 @@ def serve(
         arrived, cancelled = arrivals.step()
         for name, job in arrived.items():
             params = sampling(job.plan, new_tokens)
+            if job.plan is not None:
+                params.extra_args[GATES] = f"stream-{running[name]}"
             engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
         if cancelled is not None:
             engine.abort_request([cancelled])
@@ -142,10 +154,15 @@ def serve(
                 continue
             number = running.pop(output.request_id)
             (text,) = output.outputs
-            captures = jobs[number].captures
-            acts = activations(llm, output).acts if captures else {}
+            captured = activations(llm, output) if jobs[number].captures else Captured({}, {})
+            acts = captured.acts
             error = text.finish_reason if text.finish_reason == "error" else None
             answers[number] = Answer([*text.token_ids], acts, error)
+            if "@gate.g" in acts:
+                values = read[f"stream-{number}"].take(0)["g"]
+                assert values["positions"] == captured.positions["@gate.g"].tolist()
+                found = torch.tensor(numbers_of(values))
+                torch.testing.assert_close(found, acts["@gate.g"], equal_nan=True)
     return answers
 
 

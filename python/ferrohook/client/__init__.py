@@ -29,6 +29,7 @@ from ferrohook.client.answers import Embedded as Embedded
 from ferrohook.client.answers import Generated as Generated
 from ferrohook.client.answers import ServedModule as ServedModule
 from ferrohook.client.answers import ServerInfo as ServerInfo
+from ferrohook.client.answers import TextChunk as TextChunk
 from ferrohook.client.clients import AsyncClient as AsyncClient
 from ferrohook.client.clients import Client as Client
 from ferrohook.client.errors import PlanFailedError as PlanFailedError
@@ -49,6 +50,7 @@ __all__ = [
     "ServedModule",
     "ServerError",
     "ServerInfo",
+    "TextChunk",
     "TextStream",
     "UnavailableError",
 ]

@@ -111,6 +111,18 @@ class Generated:
     """JSON of the server; of a stream, its last event."""
 
 
+class TextChunk(NamedTuple):
+    """Part of a text that is generated, see `TextStream.chunks`."""
+
+    text: str
+    """Empty where only values of gates came."""
+    gates: Mapping[str, Tensor]
+    """Values of the gates that the plan keeps, by name: (tokens,). The tokens ran since the last
+    part: with the first one those of the prompt, then the tokens of the text, one part later."""
+    positions: Mapping[str, Tensor]
+    """Position in the request of each value, by name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Embedded:
     """Embeddings of texts, with captures and counts of their request."""

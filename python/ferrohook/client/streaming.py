@@ -7,12 +7,14 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import httpx
+import torch
 
-from ferrohook.client.answers import Generated
+from ferrohook.client.answers import Generated, TextChunk
 from ferrohook.client.calls import proof_in
 from ferrohook.client.errors import UnavailableError, error_of_event, unreachable
-from ferrohook.engines.wire import FIELD, HEADER
+from ferrohook.engines.wire import FIELD, GATES, HEADER
 from ferrohook.errors import HookError
+from ferrohook.gates.streaming import numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -37,8 +39,8 @@ class _Events:
         self._finish_reason: str | None = None
         self._done = False
 
-    def feed(self, line: str) -> str:
-        """Reads a line; returns the part of the text in it.
+    def feed(self, line: str) -> TextChunk | None:
+        """Reads a line; returns the part of the answer in it, if there is one.
 
         Raises:
             ServerError: the event tells of an error.
@@ -46,10 +48,10 @@ class _Events:
         kind, _, data = line.partition(":")
         data = data.strip()
         if kind != "data" or not data or self._done:
-            return ""
+            return None
         if data == "[DONE]":
             self._done = True
-            return ""
+            return None
         event = json.loads(data)
         if (error := error_of_event(event, self._url)) is not None:
             raise error
@@ -58,15 +60,22 @@ class _Events:
             found = proof_in(found[0]) if found else b""
         self.proof = found if self.proof is None else self.proof
         if not event.get("choices"):  # the usage alone
-            return ""
-        self._last = event
+            return None
+        self._last = {**self._last, **event}
         choice = event["choices"][0]
         piece = choice["delta"].get("content") if self._chat else choice["text"]
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if (tokens := choice.get("token_ids")) is not None:
             self._tokens = [*(self._tokens or ()), *tokens]
         self._pieces.append(piece or "")
-        return piece or ""
+        gates = choice.get(GATES, {})
+        if not piece and not gates:
+            return None
+        return TextChunk(
+            text=piece or "",
+            gates={name: torch.tensor(numbers_of(values)) for name, values in gates.items()},
+            positions={name: torch.tensor(values["positions"]) for name, values in gates.items()},
+        )
 
     def end(self) -> Generated:
         """Returns the text.
@@ -125,10 +134,19 @@ class TextStream(_Stream[Generated]):
     """Parts of a text, as they are generated: an iterator of `Client.stream`."""
 
     def __iter__(self) -> Iterator[str]:
+        return (chunk.text for chunk in self.chunks() if chunk.text)
+
+    def chunks(self) -> Iterator[TextChunk]:
+        """Yields the parts of the text with the values of gates that the plan keeps.
+
+        Examples:
+            >>> for chunk in stream.chunks():
+            ...     print(chunk.text, chunk.gates.get("sad"))
+        """
         try:
             for line in self._response.iter_lines():
-                if piece := self._events.feed(line):
-                    yield piece
+                if (chunk := self._events.feed(line)) is not None:
+                    yield chunk
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
         self._generated = self._finish(self._events.end(), self._events.proof)
@@ -138,10 +156,16 @@ class AsyncTextStream(_Stream[Awaitable[Generated]]):
     """Parts of a text, as they are generated: an iterator of `AsyncClient.stream`."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
+        async for chunk in self.chunks():
+            if chunk.text:
+                yield chunk.text
+
+    async def chunks(self) -> AsyncIterator[TextChunk]:
+        """Yields the parts of the text with values of gates, see `TextStream.chunks`."""
         try:
             async for line in self._response.aiter_lines():
-                if piece := self._events.feed(line):
-                    yield piece
+                if (chunk := self._events.feed(line)) is not None:
+                    yield chunk
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
         self._generated = await self._finish(self._events.end(), self._events.proof)

@@ -13,12 +13,13 @@ import torch
 
 from ferrohook.captures.cache import ActivationCache
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import HookEntry
+from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ferrohook.engines.model.modules import CaptureEntry
     from ferrohook.gates.state import Stopped
+    from ferrohook.gates.streaming import GateStream
     from ferrohook.plans import Prepared, Request
 
 
@@ -73,6 +74,8 @@ class EngineRequest:
     """Why its plan failed."""
     valid: int = dataclasses.field(init=False, default=0)
     """Tokens of its answer before the step in which it failed."""
+    gate_stream: GateStream | None = dataclasses.field(init=False, default=None)
+    """Values of its kept gates, if its client reads along."""
     taken: bool = dataclasses.field(init=False, default=False)
     """True once its client has its captures: nothing is kept of it."""
 
@@ -122,6 +125,14 @@ class EngineRequest:
     def closed(self) -> bool:
         """True if its plan was closed."""
         return any(it is not None and it.closed for it in (self.prepared, self.opened))
+
+    def stream_gates(self, stream: GateStream) -> None:
+        """Has a stream take the values of its kept gates, if there are any."""
+        entries = () if self.prepared is None else self.prepared.entries
+        if self.opened is not None and any(
+            isinstance(entry, KeepEntry) and entry.gates for entry in entries
+        ):
+            self.opened.gates.stream = self.gate_stream = stream
 
     def run(self, position: int, rows: int) -> None:
         """Notes that a step runs its rows from a position on."""

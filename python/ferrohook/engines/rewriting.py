@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
 from ferrohook.engines.model.step_values import check_features, check_slice, check_width
-from ferrohook.errors import HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, gates_of
 from ferrohook.plans.needs import CHANGES, GATES, BackEnd
 from ferrohook.util.texts import listed
 
@@ -66,8 +66,13 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
 
     Raises:
-        ValueError: the plan has a feature that no engine serves; names the entry.
+        ValueError: the plan has a feature that no engine serves, or lacks a gate that an entry
+            depends on; names the entry.
     """
+    try:
+        gates_of(plan.entries)
+    except HookError as error:
+        raise ValueError(str(error)) from error
     entries: list[Entry] = []
     names: set[str] = set()
     for number, entry in enumerate(plan.entries):

@@ -32,6 +32,8 @@ DIGESTS: Final = "digests"
 """Key of the digests of dictionaries that a plan names, in the metadata of its vectors."""
 FIELD: Final = "ferrohook_captures"
 """Key of the token of a request's captures: in its parameters, and in the engine's answer."""
+GATES: Final = "ferrohook_gates"
+"""Key of the values of gates in the choices of a streamed answer, see `GateValues`."""
 HEADER: Final = "X-Ferrohook-Captures"
 """Header with the token of a request's captures: of the answer, and of who fetches them."""
 

@@ -108,6 +108,8 @@ class GateReader:
         if not self.kept:
             return
         found = request.gates.values(self._gate, tokens)
+        if request.gates.stream is not None:
+            request.gates.stream.note(self._gate.name, tokens.positions, found)
         values = torch.tensor(found, dtype=torch.float32, device=read.device)
         for capture in self.kept:
             collector = request.collector(capture, complete=False)

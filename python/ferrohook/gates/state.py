@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.gates.gate import Gate
+    from ferrohook.gates.streaming import GateStream
 
 _MOST_SEQUENCES: Final = 64
 """Calls without a common KV cache whose readings a request stores for each gate."""
@@ -148,6 +149,8 @@ class GateStates:
         places that have run, where a gate reads the sum of several."""
         self._stopped: dict[tuple[int, int], Stopped] = {}
         """By the id of the sequences and the row."""
+        self.stream: GateStream | None = None
+        """Takes the values of kept gates of the only sequence, for a client that reads along."""
 
     def _sequences(self, gate: str, number: int) -> dict[int, _Row]:
         if (of_gate := self._rows.get(gate)) and len(of_gate) == 1 and number in of_gate:

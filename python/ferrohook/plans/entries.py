@@ -14,7 +14,7 @@ from ferrohook.captures.recorders import CaptureKeywords, options_of
 from ferrohook.dictionaries.features import Feature
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.routing import Replay, Route
-from ferrohook.errors import HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.gates.aggregation import By, Over, check_over
 from ferrohook.gates.conditions import (
     Condition,
@@ -589,3 +589,18 @@ def table(entries: Iterable[PlanEntry]) -> str:
     """Formats entries as a table, a line for each."""
     headings = ("modules", "hook", "phase", "at", "options")
     return text_table([headings, *(each.row() for each in entries)])
+
+
+def gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
+    """Returns the gates of a plan by name.
+
+    Raises:
+        HookError: an entry depends on one that is not there.
+    """
+    gates = {it.gate.name: it.gate for it in entries if isinstance(it, GateEntry)}
+    for number, entry in enumerate(entries):
+        if unknown := entry.gates - gates.keys():
+            known = f"it has {listed(gates)}" if gates else "it has none"
+            msg = f"entry {number}: the plan has no gate {min(unknown)!r}; {known}"
+            raise HookError(msg)
+    return gates

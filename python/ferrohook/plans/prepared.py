@@ -36,7 +36,15 @@ from ferrohook.gates.hooks import GateReader, TokenChoice
 from ferrohook.gates.state import GateStates, Stopped
 from ferrohook.gates.stops import StopCheck
 from ferrohook.names.places import hooks_at, modules_of
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, table
+from ferrohook.plans.entries import (
+    Entry,
+    GateEntry,
+    HookEntry,
+    KeepEntry,
+    StopEntry,
+    gates_of,
+    table,
+)
 from ferrohook.plans.needs import needs_at
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.registration.scopes import Scope
@@ -135,7 +143,7 @@ class Prepared:
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)
         _check_order(self.entries, found)
-        gates = _gates_of(self.entries)
+        gates = gates_of(self.entries)
         everything = modules_of(it for places in found + read for it in places.values())
         stacks = self._stacks(model, found)
         parts = {path: model.get_submodule(path) for path in stacks}
@@ -666,21 +674,6 @@ def _extent(entry: HookEntry, gates: Mapping[str, Gate]) -> dict[str, Any]:
         "condition": TokenChoice(gates, when, follows) if entry.gates else None,
         "strength": None if follows else strength,
     }
-
-
-def _gates_of(entries: Sequence[Entry]) -> dict[str, Gate]:
-    """Returns the gates of a plan by name.
-
-    Raises:
-        HookError: an entry depends on one that is not there.
-    """
-    gates = {it.gate.name: it.gate for it in entries if isinstance(it, GateEntry)}
-    for number, entry in enumerate(entries):
-        if unknown := entry.gates - gates.keys():
-            known = f"it has {listed(gates)}" if gates else "it has none"
-            msg = f"entry {number}: the plan has no gate {min(unknown)!r}; {known}"
-            raise HookError(msg)
-    return gates
 
 
 def _priority_of_reader(

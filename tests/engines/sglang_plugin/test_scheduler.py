@@ -19,11 +19,11 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
-from ferrohook.engines.sglang.front_end import _with_uploads
+from ferrohook.engines.sglang.front_end import _with_uploads, reporting
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.uploads import Uploads
-from ferrohook.engines.wire import FIELD, NAME, VECTORS, packed_uploads
+from ferrohook.engines.wire import FIELD, GATES, NAME, VECTORS, packed_uploads
 from support import engine_scenes as scenes
 from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
 from support.engine_scenes import (
@@ -37,7 +37,7 @@ from support.engine_scenes import (
 )
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
-from support.sglang_engine import abort, answer_of, request, serve
+from support.sglang_engine import abort, answer_of, check_streamed, request, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,20 +99,36 @@ def test_plans_end_their_requests(local: Local) -> None:
     stops = scenes.random_stops(asker(local), 12)
     requests = []
     for number, each in enumerate(stops):
-        requests.append(request(f"stops-{number}", each.prompt, each.plan, NEW))
+        streamed = bool(number % 2)
+        requests.append(request(f"stops-{number}", each.prompt, each.plan, NEW, stream=streamed))
         requests.append(request(f"goes-on-{number}", each.prompt, None, NEW))
     found = local.run([requests])
     for number, each in enumerate(stops):
         ended = found[f"stops-{number}"]
         assert [*ended["tokens"]] == each.text
         assert ended["finish"] == {"type": "stop", "matched": "the end"}
-        if each.text:  # captures travel with the tokens
-            captured = sglang.activations(ended)
-            positions = captured.positions["@gate.the end"].tolist()
-            assert positions == [*range(len(each.prompt) + len(each.text))]
+        captured = sglang.activations(ended)
+        positions = captured.positions["@gate.the end"].tolist()
+        assert positions == [*range(len(each.prompt) + len(each.text))]
+        assert (GATES in ended) == number % 2
+        if GATES in ended:
+            check_streamed(ended, len(each.prompt), ran_last=1)
         goes_on = found[f"goes-on-{number}"]
         assert goes_on["finish"].get("matched") != "the end"
         assert [*goes_on["tokens"]][: len(each.text)] == each.text
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_fields_go_to_requests_with_a_plan(planned: bool) -> None:
+    """SGLang gives each request of a step the fields of all, with None in place of its own."""
+    params = {"custom_params": {NAME: "{}"}} if planned else {}
+    state = types.SimpleNamespace(obj=types.SimpleNamespace(sampling_params=params))
+    info = {FIELD: [[b"a"], [None]], GATES: [[{}], [None]], "others": [[1], [2]]}
+    found: list[Any] = []
+    reporting(lambda *given: found.append(given), None, {}, state, info, 1, None)
+    ((_, _, _, given, index, _),) = found
+    assert index == 1
+    assert given.keys() == (info.keys() if planned else {"others"})
 
 
 def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,19 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import sglang
+from ferrohook.engines.wire import GATES
+from ferrohook.gates.streaming import extend, numbers_of
 from support.dictionary_jobs import dictionaries, random_feature_jobs
 from support.engine_scenes import Given
 from support.engines import Change, Job
-from support.serving import EOS, WIDTH, Answer
+from support.serving import EOS, WIDTH, Answer, random_jobs
 from support.sglang_engine import ENVIRONMENT, OPTIONS
 from support.sglang_server import NEW, custom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ferrohook.gates.streaming import GateValues
 
 PROMPT = [*range(10, 60)]
 VECTOR = torch.linspace(-2, 2, WIDTH)
@@ -53,7 +57,7 @@ def params(plan: Any) -> dict[str, Any]:
 
 
 def check(llama: Any, job: Job, given: dict[str, Any]) -> None:
-    acts = sglang.activations(given).acts if job.kept else {}
+    acts = sglang.activations(given).acts if job.captures else {}
     job.check(llama[1], Answer([*given["output_ids"]], acts), NEW)
 
 
@@ -65,6 +69,31 @@ def test_plans_and_captures(llama: Any, engine: Any) -> None:
         check(llama, job, each)
     *_, last = engine.generate(input_ids=PROMPT, sampling_params=asked[0], stream=True)
     check(llama, JOB, last)
+
+
+def test_streams_carry_the_values_of_gates(llama: Any, engine: Any) -> None:
+    """Of each request its own, beside one without a plan."""
+    jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:6]
+    asked = [*map(params, [*(job.plan for job in jobs), None])]
+    prompts = [*(job.prompt for job in jobs), PROMPT]
+    last: dict[int, Any] = {}
+    streamed: dict[int, list[Any]] = {}
+    for each in engine.generate(input_ids=prompts, sampling_params=asked, stream=True):
+        last[each["index"]] = each
+        streamed.setdefault(each["index"], []).append(each["meta_info"].get(GATES))
+    assert len(streamed) == len(prompts)
+    assert not any(streamed.pop(len(jobs)))
+    assert not {GATES, "ferrohook_captures"} & last[len(jobs)]["meta_info"].keys()
+    for number, chunks in streamed.items():
+        check(llama, jobs[number], last[number])
+        joined: GateValues = {}
+        for each in filter(None, chunks):
+            extend(joined, each)
+        captured = sglang.activations(last[number])
+        assert sum(map(bool, chunks)) >= len(last[number]["output_ids"]) // 2
+        assert joined["g"]["positions"] == captured.positions["@gate.g"].tolist()
+        values = torch.tensor(numbers_of(joined["g"]))
+        torch.testing.assert_close(values, captured.acts["@gate.g"], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from ferrohook.client import Client, PlanFailedError, RequestRefusedError
 from ferrohook.engines import sglang
 from ferrohook.engines.wire import VECTORS
 from support.dictionary_jobs import dictionaries, random_feature_jobs
-from support.engine_scenes import Given, check_fuzzed, spoilt_plans
+from support.engine_scenes import Given, check_fuzzed, random_stops, spoilt_plans
 from support.engine_server import check_unserved_routes
 from support.engines import Change, Job
+from support.gate_streams import check_chunks, read_along
 from support.serving import EOS, WIDTH, Answer, random_jobs
 from support.sglang_server import NEW, Server, custom, serving
 
@@ -190,6 +191,46 @@ def test_the_client(llama: Any, server: Server, job: Job, streamed: bool) -> Non
     if found.finish_reason == "stop":
         tokens.append(EOS)  # which has no text
     job.check(llama[1], Answer(tokens, dict(found.acts)), NEW)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_gates_are_read_along(llama: Any, server: Server, is_chat: bool) -> None:
+    """Of each request its own, beside others; long prompts run in several steps."""
+    jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:6]
+    jobs.append(Job([*range(10, 110)], gated=jobs[0].gated))
+    prompts: list[Any] = [job.prompt for job in jobs]
+    if is_chat:
+        texts = [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
+        prompts = [[{"role": "user", "content": text}] for text in texts]
+    asked = [*zip(prompts, (job.plan for job in jobs), strict=True), (PROMPT, None)]
+    options = {"max_tokens": NEW, "temperature": 0, "skip_special_tokens": False}
+    found = read_along(server.address, asked, options)
+    chunks, _ = found.pop()
+    assert not any(chunk.gates for chunk in chunks)
+    for job, (chunks, generated) in zip(jobs, found, strict=True):
+        check_chunks(chunks, generated, ["g"], 0 if is_chat else len(job.prompt))
+        if not is_chat:  # whose prompt is the template's
+            given = tokens(generated.text)
+            given += [EOS] * (generated.finish_reason == "stop")  # which has no text
+            job.check(llama[1], Answer(given, dict(generated.acts)), NEW)
+
+
+def test_a_stop_gives_the_value_that_it_is_for(server: Server) -> None:
+    options: Any = {"max_tokens": NEW, "temperature": 0, "skip_special_tokens": False}
+    with Client(server.address) as client:
+
+        def asked(prompt: list[int], plan: Any, _new_tokens: int) -> Given:
+            found = client.generate(prompt, plan, **options)
+            return Given(tokens(found.text), dict(found.acts), dict(found.positions), 0)
+
+        stops = [it for it in random_stops(asked, 8) if it.text]
+    asked_for = [(it.prompt, it.plan) for it in stops]
+    found = read_along(server.address, asked_for, options)
+    for stop, (chunks, generated) in zip(stops, found, strict=True):
+        assert tokens(generated.text) == stop.text
+        check_chunks(chunks, generated, ["the end"], len(stop.prompt))
+        values = torch.cat([it.gates["the end"] for it in chunks if it.gates])
+        assert float(values[-1]) == pytest.approx(stop.value, abs=1e-3)
 
 
 def test_errors_of_the_client(server: Server) -> None:

@@ -119,6 +119,7 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     assert wrong_answers(model, jobs, answers, NEW) == []
     assert len(answers) == len(jobs)
     assert bool(preempted) == preempts
+    assert scheduler.ferrohook_gates == {}
     assert numbers["requests"] == 0
     assert numbers["results"] == 0
 

@@ -261,6 +261,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "uploads": {},
             "digest": str(hash(plan)),
             "key": f"key of {name}",
+            "streams": False,
         }
     params = fields(extra_args=None if payload is None else {"ferrohook": payload})
     return fields(req_id=name, sampling_params=params, prompt_len=prompt)

@@ -23,8 +23,9 @@ from ferrohook.client import (
     ServerError,
 )
 from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
-from support.engine_scenes import Given
+from support.engine_scenes import Given, random_stops
 from support.engines import Change, Job
+from support.gate_streams import check_chunks, read_along
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import NEW, Server, serving
 
@@ -79,6 +80,41 @@ def test_random_requests(models: Any, server: Server) -> None:
 
     for job, found in zip(jobs, asyncio.run(run()), strict=True):
         job.check(model, answer_of(found), NEW)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_gates_are_read_along(models: Any, server: Server, is_chat: bool) -> None:
+    """Of each request its own, beside others; long prompts run in several steps."""
+    jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:8]
+    jobs.append(Job([*range(10, 110)], gated=jobs[0].gated))
+    asked: list[tuple[Any, Any]] = [(job.prompt, job.plan) for job in jobs]
+    if is_chat:
+        texts = [" ".join(f"w{token}" for token in job.prompt) for job in jobs]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        asked = [*zip(chats, (job.plan for job in jobs), strict=True)]
+    found = read_along(server.address, [*asked, (PROMPT, None)], OPTIONS, api_key="secret")
+    chunks, _ = found.pop()
+    assert not any(chunk.gates for chunk in chunks)
+    for job, (chunks, generated) in zip(jobs, found, strict=True):
+        check_chunks(chunks, generated, ["g"], 0 if is_chat else len(job.prompt))
+        if not is_chat:  # whose prompt is the template's
+            job.check(models["llama"][1], answer_of(generated), NEW)
+
+
+def test_a_stop_gives_the_value_that_it_is_for(server: Server, client: Client) -> None:
+    def asked(prompt: list[int], plan: Any, _new_tokens: int) -> Given:
+        found = client.generate(prompt, plan, **OPTIONS)
+        return Given([*(found.token_ids or ())], dict(found.acts), dict(found.positions), 0)
+
+    stops = [it for it in random_stops(asked, 12) if it.text]
+    found = read_along(
+        server.address, [(it.prompt, it.plan) for it in stops], OPTIONS, api_key="secret"
+    )
+    for stop, (chunks, generated) in zip(stops, found, strict=True):
+        assert [*(generated.token_ids or ())] == stop.text
+        check_chunks(chunks, generated, ["the end"], len(stop.prompt))
+        last = chunks[-1].gates["the end"]
+        assert float(last[-1]) == pytest.approx(stop.value, abs=1e-3)
 
 
 def test_vectors_by_name(models: Any, client: Client) -> None:

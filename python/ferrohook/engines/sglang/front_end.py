@@ -2,8 +2,8 @@
 
 Uploaded vectors stay here; a plan that names some takes them along. The scheduler has the
 dictionaries too; a plan takes their digests along. Captures come with the last output of a request,
-in SGLang's own additional fields, so that only its client gets them: from `/generate`, `Engine` and
-the OpenAI routes.
+values of gates with each one of a stream, in SGLang's own additional fields, so that only its
+client gets them: from `/generate`, `Engine` and the OpenAI routes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import json
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
-from ferrohook.engines.wire import DIGESTS, FIELD, NAME, VECTORS, packed_uploads
+from ferrohook.engines.wire import DIGESTS, FIELD, GATES, NAME, VECTORS, packed_uploads
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.gates.streaming import extend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from ferrohook.engines.wire import Upload
+    from ferrohook.gates.streaming import GateValues
 
 _END: Final = "data: [DONE]"
 _LARGE: Final = 2**16
@@ -101,7 +104,7 @@ def _custom(params: Any) -> dict[str, Any]:
 async def _serving(
     original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[Any]:
-    """Yields the outputs of a request, its captures in place of a list of one for each token.
+    """Yields the outputs of a request, captures and gates not as a list of one for each token.
 
     Raises:
         ValueError: its plan names a vector or a dictionary that was not uploaded.
@@ -113,23 +116,55 @@ async def _serving(
         else await _with_uploads(params, uploads)
     )
     obj.ferrohook_captures = {}
+    gates: AnswerGates | None = getattr(obj, GATES, None)
+    seen: dict[int, int] = {}
     outputs = original(manager, obj, *args, **kwargs)
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             for number, each in enumerate(output if isinstance(output, list) else [output]):
-                info = each.get("meta_info") or {}
+                info, index = each.get("meta_info") or {}, each.get("index", number)
+                if GATES in info:
+                    parts = info.pop(GATES)
+                    if not manager.incremental_streaming_output:  # the list has those so far
+                        parts = parts[seen.get(index, 0) :]
+                        seen[index] = seen.get(index, 0) + len(parts)
+                    if values := _joined(parts):
+                        info[GATES] = values
+                        if gates is not None:
+                            gates.add(index, values)
                 if parts := [part for part in info.get(FIELD) or () if part]:
                     info[FIELD] = parts[-1]
-                    obj.ferrohook_captures[each.get("index", number)] = parts[-1]
+                    obj.ferrohook_captures[index] = parts[-1]
                 else:
                     info.pop(FIELD, None)
             yield output
 
 
-def encode(
-    _manager: Any, _meta: Any, _state: Any, info: dict[str, Any], index: int, *_args: Any
+def _joined(parts: Iterable[GateValues | None]) -> GateValues:
+    """Returns the values of gates that came with some tokens as one."""
+    joined: GateValues = {}
+    for part in parts:
+        extend(joined, part or {})
+    return joined
+
+
+def reporting(  # noqa: PLR0913, PLR0917 (SGLang's arguments)
+    original: Any, manager: Any, meta: Any, state: Any, info: dict[str, Any], index: int, *args: Any
 ) -> None:
-    """Encodes a request's captures in base64, before its fields go to its answer and to logs.
+    """Around `TokenizerManager.update_request_meta_info`: fields for an answer and for logs.
+
+    SGLang gives all requests of a step the fields of each; ours go to those with a plan only.
+    """
+    if info.keys() & {FIELD, GATES}:
+        if NAME in _custom(getattr(state.obj, "sampling_params", None)):
+            encode(info, index)
+        else:
+            info = {key: parts for key, parts in info.items() if key not in {FIELD, GATES}}
+    original(manager, meta, state, info, index, *args)
+
+
+def encode(info: dict[str, Any], index: int) -> None:
+    """Encodes a request's captures in base64.
 
     Not in the scheduler's process, whose next step would wait for it.
     """
@@ -155,8 +190,9 @@ def answered(response: Any, _serving: Any, request: Any, ret: Any, *_args: Any) 
 async def streaming(
     original: Any, serving: Any, adapted: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    """Around the generators of the OpenAI routes' streams: an event in front of the last one."""
-    events = original(serving, adapted, *args, **kwargs)
+    """Around the generators of the OpenAI routes' streams: gates, and captures before the end."""
+    gates = adapted.ferrohook_gates = AnswerGates()
+    events = gates.join(original(serving, adapted, *args, **kwargs))
     async with contextlib.aclosing(events):
         async for event in events:
             found = getattr(adapted, FIELD, None)

@@ -17,7 +17,7 @@ import sys
 import weakref
 from typing import Any, Final
 
-from ferrohook.engines.sglang.front_end import answered, encode, generating, streaming
+from ferrohook.engines.sglang.front_end import answered, generating, reporting, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
@@ -47,7 +47,11 @@ def register() -> None:
         ),
         ("managers.tokenizer_manager.TokenizerManager.__init__", _serving, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager.generate_request", generating, "AROUND"),
-        ("managers.tokenizer_manager.TokenizerManager.update_request_meta_info", encode, "BEFORE"),
+        (
+            "managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+            reporting,
+            "AROUND",
+        ),
     )
 
 

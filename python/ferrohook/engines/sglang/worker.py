@@ -34,6 +34,7 @@ from ferrohook.engines.uploads import UploadsOfPlan
 from ferrohook.engines.wire import (
     DIGESTS,
     FIELD,
+    GATES,
     NAME,
     VECTORS,
     header_of,
@@ -42,15 +43,18 @@ from ferrohook.engines.wire import (
 )
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
+from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
     from ferrohook.engines.model.modules import ModuleTable, NamedTensors
+    from ferrohook.engines.requests import EngineRequest
+    from ferrohook.gates.streaming import GateValues
     from ferrohook.plans import Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
@@ -208,7 +212,8 @@ class SchedulerWorker(EngineWorker):
             if not (req.customized_info or {}).get(FIELD):
                 msg = f"the self-test failed: {req.finished_reason}"
                 raise HookError(msg)
-            found.append(unpacked(req.customized_info[FIELD][-1]).acts)
+            (data,) = req.customized_info[FIELD][0:1]
+            found.append(unpacked(data).acts)
         return found
 
     def _run_alone(self) -> None:
@@ -276,6 +281,8 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook_rereads = read.reaches_back
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
+        if req.stream:
+            _stream_gates(req, self.requests[name])
         # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
@@ -418,12 +425,47 @@ class SchedulerWorker(EngineWorker):
             ran_last = 1  # which other answers' last tokens do not
         self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
-        if not request.captures or not texts or end["type"] == "abort":
+        if not request.captures or end["type"] == "abort":
             return
         tokens = len(req.origin_input_ids) + len(texts) + ran_last
         data = self.packed_captures(request, tokens)
-        parts = [None] * (len(texts) - 1) + [data]
-        req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+        info = {**(req.customized_info or {}), FIELD: _Parts(lambda _tokens: data)}
+        if (stream := request.gate_stream) is not None:
+            info[GATES] = _Parts(lambda _tokens: stream.take(tokens - 1))
+        req.customized_info = info
+
+
+class _Parts:
+    """What goes with the tokens of an answer, in place of SGLang's list of a value for each.
+
+    SGLang takes a slice for each output. The last one may have no token: a plan may end a request
+    after its last token was sent.
+
+    Args:
+        part_of: returns what goes with some tokens of the answer; empty for nothing.
+    """
+
+    def __init__(self, part_of: Callable[[slice], Any]) -> None:
+        self._part_of = part_of
+
+    def __getitem__(self, tokens: slice) -> list[Any]:
+        count = tokens.stop - tokens.start
+        part = self._part_of(tokens)
+        return [None] * (count - 1) + [part] if part else [None] * count
+
+
+def _stream_gates(req: Any, request: EngineRequest) -> None:
+    """Has the values of a request's kept gates go with the tokens that its client reads."""
+    stream, prompt = GateStream(), len(req.origin_input_ids)
+    request.stream_gates(stream)
+    if request.gate_stream is None:
+        return
+
+    def part_of(tokens: slice) -> GateValues | None:
+        # The last token runs in the next step, which the overlap may have run already.
+        return stream.take(prompt + tokens.stop - 1) if tokens.stop > tokens.start else None
+
+    req.customized_info = {**(req.customized_info or {}), GATES: _Parts(part_of)}
 
 
 def _abort(reason: str, status: HTTPStatus) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import logging
 import re
@@ -25,20 +26,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from fastapi import FastAPI
 
 from ferrohook.engines.admission import check_salt
+from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
 from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.calls import call, call_async
-from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, streams
 from ferrohook.engines.vllm.runners import around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
-from ferrohook.engines.wire import FIELD, HEADER, NAME
+from ferrohook.engines.wire import FIELD, GATES, HEADER, NAME
 from ferrohook.errors import HookError
+from ferrohook.gates.streaming import extend
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping
 
-    from ferrohook.engines.vllm.runners import StepEnds
+    from ferrohook.engines.vllm.runners import StepReport
+    from ferrohook.gates.streaming import GateValues
 
 _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
@@ -275,6 +279,9 @@ def _joining(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
 def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
     reasons = _named("v1.engine", "FinishReason")
     for each in outputs:
+        if (params := each.kv_transfer_params) and GATES in params:  # ours, see `_updating`
+            _tell(self, FrontEnd.read, each.request_id, params.pop(GATES))
+            each.kv_transfer_params = params or None
         if not isinstance(each.stop_reason, str):
             continue
         if each.finish_reason == reasons.STOP:  # by a plan: the engine's own stops are token ids
@@ -312,14 +319,17 @@ async def _answering(
     if len(token) < _SHORTEST:
         msg = f"a token of captures must have at least {_SHORTEST} characters, got {len(token)}"
         raise BadPlanError(msg)
-    request.vllm_xargs = {**xargs, FIELD: token}
+    gates, stream = AnswerGates(), secrets.token_urlsafe(_SHORTEST)
+    request.vllm_xargs = {**xargs, FIELD: token, GATES: stream}
+    if request.stream:
+        streams[stream] = gates
     raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header
     try:
         answer = await original(self, request, raw_request, *args)
     finally:
         await _share(self.engine_client, token)
     if isinstance(answer, AsyncGenerator):
-        return _announced(answer, token, self.engine_client)
+        return _announced(gates.join(answer), token, self.engine_client)
     setattr(answer, FIELD, token)
     return answer
 
@@ -389,20 +399,43 @@ def _looping(original: Any, self: Any) -> Any:
 
 @_around("v1.core.sched.scheduler.Scheduler.update_from_output")
 def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
-    ends: StepEnds | None = getattr(output, "ferrohook_ends", None)
-    if not ends:
-        return original(self, scheduler_output, output)
+    report: StepReport | None = getattr(output, "ferrohook_report", None)
+    waiting: dict[str, GateValues] = vars(self).setdefault("ferrohook_gates", {})
+    if report is None:
+        made = original(self, scheduler_output, output)
+        _add_gates(made, waiting, self.requests)
+        return made
+    for request_id in self.requests.keys() & report.gates.keys():
+        extend(waiting.setdefault(request_id, {}), report.gates[request_id])
     # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
     # token that a plan ends with.
     status = _named("v1.request", "RequestStatus")
-    _evict(self, ends.failed.keys())
-    ended = _end(self, ends.failed, status.FINISHED_ERROR)
-    ended += _end(self, ends.stopped, status.FINISHED_STOPPED)
+    _evict(self, report.failed.keys())
+    ended = _end(self, report.failed, status.FINISHED_ERROR)
+    ended += _end(self, report.stopped, status.FINISHED_STOPPED)
     made = original(self, scheduler_output, output)
     for client, answer in ended:
         made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
         made[client].outputs.append(answer)
+    _add_gates(made, waiting, self.requests)
     return made
+
+
+def _add_gates(
+    made: Mapping[int, Any], waiting: dict[str, GateValues], live: Mapping[str, Any]
+) -> None:
+    """Adds the values of gates to the outputs of their requests, and drops those of others.
+
+    A step that runs a part of a prompt makes no output: its values wait. They travel in the only
+    field for a dict, which `_outputting` restores.
+    """
+    if not waiting:
+        return
+    for each in itertools.chain.from_iterable(outputs.outputs for outputs in made.values()):
+        if (values := waiting.pop(each.request_id, None)) is not None:
+            each.kv_transfer_params = {**(each.kv_transfer_params or {}), GATES: values}
+    for request_id in waiting.keys() - live.keys():
+        del waiting[request_id]
 
 
 def _evict(scheduler: Any, failed: Collection[str]) -> None:

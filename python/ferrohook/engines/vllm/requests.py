@@ -7,6 +7,7 @@ import dataclasses
 import re
 import threading
 import uuid
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -16,12 +17,14 @@ from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import refuse
-from ferrohook.engines.wire import FIELD, NAME
+from ferrohook.engines.wire import FIELD, GATES, NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook.engines.gate_events import AnswerGates
     from ferrohook.engines.model.modules import ModuleTable
+    from ferrohook.gates.streaming import GateValues
 
 _MOST_TICKETS: Final = 10_000
 _LARGE: Final = 2**16
@@ -86,8 +89,12 @@ class CapturingRequest:
     """Failure of its plan."""
     ran_last: bool = False
     """True if the last token of its answer ran, as its plan ended it."""
+    stream: str = ""
+    """Key of its answer in `streams`, if its client reads along."""
 
 
+streams: Final[weakref.WeakValueDictionary[str, AnswerGates]] = weakref.WeakValueDictionary()
+"""Answers that are streamed, in the process of their API server, by a random key."""
 _SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
 
 
@@ -158,6 +165,9 @@ class FrontEnd:
             refuse("streamed inputs")
         key = uuid.uuid4().hex
         prompt = _prompt_length(request)
+        stream = params.extra_args.get(GATES)
+        if not isinstance(stream, str) or stream not in streams:  # a client's
+            stream = ""
         # Positions that a cache has are run again, where they are wanted.
         if read.reaches_back:
             params.skip_reading_prefix_cache = True
@@ -174,12 +184,13 @@ class FrontEnd:
                     "completions and chats"
                 )
                 raise ValueError(msg)
-            self._issue(CapturingRequest(key, request.request_id, own))
+            self._issue(CapturingRequest(key, request.request_id, own, stream=stream))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
         payload = {"plan": read.text, "uploads": read.used, "digest": read.digest, "key": key}
-        params.extra_args = {**params.extra_args, NAME: payload}
-        params.extra_args.pop(FIELD, None)
+        params.extra_args = {**params.extra_args, NAME: payload | {"streams": bool(stream)}}
+        for ours in (FIELD, GATES):
+            params.extra_args.pop(ours, None)
 
     def _issue(self, ticket: CapturingRequest) -> None:
         with self._lock:
@@ -195,6 +206,13 @@ class FrontEnd:
             ticket = self._running[request.request_id] = self._by_key.get(key)
             if ticket is not None:
                 ticket.engine_id = request.request_id
+
+    def read(self, engine_id: str, values: GateValues) -> None:
+        """Has values of gates go with the next event of a request's answer."""
+        with self._lock:
+            ticket = self._running.get(engine_id)
+        if ticket is not None and (answer := streams.get(ticket.stream)) is not None:
+            answer.add(_index_of(ticket.request_id), values)
 
     def finished(self, engine_id: str, tokens: int) -> None:
         """Notes the number of tokens of prompt and answer of a finished request."""
@@ -292,6 +310,11 @@ class FrontEnd:
             tickets.remove(ticket)
         if not tickets:
             self._tickets.pop(ticket.request_id, None)
+
+
+def _index_of(request_id: str) -> int:
+    """Returns the index of a request's choice in its answer: vLLM numbers those of completions."""
+    return int(request_id.rpartition("-")[2]) if request_id.startswith("cmpl-") else 0
 
 
 def _prompt_length(request: Any) -> int:

@@ -19,17 +19,18 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook.gates.streaming import GateValues
 
-class StepEnds(NamedTuple):
-    """Requests that end with a step, by their ids."""
+
+class StepReport(NamedTuple):
+    """What a step found out about requests with a plan, by their ids."""
 
     failed: dict[str, str]
     """Those whose plans failed, and why."""
     stopped: dict[str, str]
     """Those that a `stop` of their plans ended, and its gate."""
-
-    def __bool__(self) -> bool:
-        return bool(self.failed or self.stopped)
+    gates: dict[str, GateValues]
+    """Values of gates that clients read along."""
 
 
 def attach(runner: Any, config: Any) -> RunnerWorker:
@@ -41,8 +42,9 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
             worker.loaded()
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
-        if ends := StepEnds(worker.failures(), worker.stops()):
-            _mark(output, ends)
+        report = StepReport(worker.failures(), worker.stops(), worker.gate_values())
+        if any(report):
+            _mark(output, report)
 
     with worker.starting():
         if all(hasattr(runner, name) for name in _V1):
@@ -84,16 +86,16 @@ def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
     around(runner, name, replaced)
 
 
-def _mark(output: Any, ends: StepEnds) -> None:
-    """Passes ends on with the output of a step, to the scheduler in its process."""
+def _mark(output: Any, report: StepReport) -> None:
+    """Passes a report on with the output of a step, to the scheduler in its process."""
     if not hasattr(output, "get_output"):
-        output.ferrohook_ends = ends
+        output.ferrohook_report = report
         return
     resolve = output.get_output
 
     def get_output() -> Any:
         resolved = resolve()
-        resolved.ferrohook_ends = ends
+        resolved.ferrohook_report = report
         return resolved
 
     output.get_output = get_output

@@ -29,12 +29,15 @@ from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, Upload, packed, packed_uploads, unpacked_uploads
 from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
+from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ferrohook.gates.streaming import GateValues
 
 _LOG: Final = logging.getLogger("ferrohook")
 _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
@@ -225,6 +228,11 @@ class RunnerWorker(EngineWorker):
             raise HookError(msg)
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
+        if payload["streams"]:
+            # A preempted request begins anew, and its client has the first values.
+            resumed = self._finished.get(payload["key"])
+            stream = None if resumed is None else resumed.gate_stream
+            self.requests[request_id].stream_gates(stream or GateStream())
         self._forget(payload["key"])
 
     def _read(self, payload: Mapping[str, Any]) -> Plan:
@@ -263,6 +271,11 @@ class RunnerWorker(EngineWorker):
             self._finished_bytes -= finished.capture_bytes
 
     # --- steps -------------------------------------------------------------------------------
+
+    def gate_values(self) -> dict[str, GateValues]:
+        """Returns the values of gates that clients read along, by request, each value once."""
+        streams = {name: each.gate_stream for name, each in self.requests.items()}
+        return {name: values for name, it in streams.items() if it and (values := it.take())}
 
     def _agree(self) -> None:
         if self._ranks is not None and self.requests:  # alike on all ranks
