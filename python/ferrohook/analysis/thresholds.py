@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrohook.analysis.calls import ModelCall
 from ferrohook.errors import HookError
-from ferrohook.gates.aggregation import Window, aggregated
+from ferrohook.gates.aggregation import Window
 from ferrohook.plans import Plan, keep
 from ferrohook.plans.entries import GateEntry
 from ferrohook.util.arguments import expect, expect_module
@@ -163,6 +163,6 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
             if len(read) < least:
                 found.append(-math.inf)
                 continue
-            each = aggregated(gate.over, gate.by, read, counts, [])
+            each = gate.aggregate(read, counts, [])
             found.append(float(torch.tensor(each, dtype=torch.float64).max()))
     return torch.tensor(found, dtype=torch.float64)

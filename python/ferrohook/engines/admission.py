@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ferrohook._core import needs_prompt
-from ferrohook.engines.rewriting import rewritten
+from ferrohook.engines.rewriting import reaches_back, rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -55,7 +55,7 @@ class ReadPlan(NamedTuple):
     def reaches_back(self) -> bool:
         """True if it captures or reads positions that may be in a cache."""
         entries = self.plan.entries
-        return any(not isinstance(it, HookEntry) and _reaches_back(it.at) for it in entries)
+        return any(not isinstance(it, HookEntry) and reaches_back(it.at) for it in entries)
 
     def __deepcopy__(self, _memo: object) -> ReadPlan:
         return self  # engines copy parameters
@@ -168,8 +168,3 @@ def text_of(value: Any) -> str:
 def _digest(text: str, uploads: Mapping[str, str]) -> str:
     content = json.dumps([text, sorted(uploads.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _reaches_back(at: At) -> bool:
-    """True if positions may be in a cache: the last of the prompt never is."""
-    return at not in {"generated", "last_prompt", -1} if not isinstance(at, slice) else True

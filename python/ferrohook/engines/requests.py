@@ -64,6 +64,8 @@ class EngineRequest:
     """Its plan, opened."""
     changes: bool = dataclasses.field(init=False, default=False)
     """True if its plan may change rows."""
+    reads_logits: bool = dataclasses.field(init=False, default=False)
+    """True if a gate of its plan reads the logits that the engine samples from."""
     start: int = dataclasses.field(init=False, default=0)
     """First position that ran for it; those before are its parent's."""
     end: int = dataclasses.field(init=False, default=0)

@@ -9,6 +9,7 @@ from ferrohook.effects.interventions import Add, Replace
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
 from ferrohook.engines.model.step_values import check_features, check_slice, check_width
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.gates.readings import TokenProbability
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, gates_of
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ferrohook.effects.intervention import Intervention
-    from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
+    from ferrohook.engines.model.modules import ModuleInfo, ModuleTable, SampledLogits
+    from ferrohook.gates.readings import Reading
+    from ferrohook.tokens.positions import At
 
 _NO_ROUTES: Final = "a compiled engine chooses no other experts: start it with enforce_eager=True"
 _NO_GATES: Final = (
@@ -47,6 +50,8 @@ _TOKENS_AND_CHOSEN: Final = 2
 _NO_FEATURES: Final = (
     "a compiled engine reads no features of dictionaries: start it with enforce_eager=True"
 )
+_FIXED: Final = "{} is one tensor at a fixed place: leave out inputs and output_index"
+_LOGITS: Final = f"{SIGN}logits"
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 EAGER: Final = BackEnd(
     _KEPT | CHANGES | GATES | {"features", "inputs", "output_index", "route"}, _CROSSING
@@ -95,6 +100,9 @@ def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
         _check(entry, modules)  # before all else
     if isinstance(entry, StopEntry) or not entry.has_places:
         return [entry]
+    logits = modules.named.logits
+    if isinstance(entry, GateEntry) and logits is not None and entry.what in (_LOGITS, [_LOGITS]):
+        return [_gate_at_logits(entry, logits)]
     names, rest = modules.split(entry.what)
     if isinstance(entry, GateEntry):
         return [_gate_at(entry, modules)]
@@ -133,6 +141,38 @@ def _check_route(hook: Route | Replay, names: Sequence[str], modules: ModuleTabl
             raise ValueError(msg)
 
 
+def reaches_back(at: At) -> bool:
+    """True if positions may be before the last token of the prompt, in a cache and unsampled."""
+    start = at.start if isinstance(at, slice) else at
+    return start not in {"generated", "last_prompt", -1}
+
+
+def _gate_at_logits(entry: GateEntry, logits: SampledLogits) -> GateEntry:
+    """Rewrites a gate that reads the logits of the tokens that the engine samples from.
+
+    Raises:
+        ValueError: it reads others, or does not fit the logits.
+    """
+    gate = entry.gate
+    if reaches_back(gate.at):
+        msg = (
+            f"gate {gate.name!r} reads {_LOGITS} at at={gate.at!r}, but the engine computes logits "
+            "only from the last token of the prompt on: give the gate at='generated', "
+            "at='last_prompt', or at=slice(-1, None) for both"
+        )
+        raise ValueError(msg)
+    if isinstance(gate.reading, TokenProbability) and max(gate.reading.ids) >= logits.width:
+        msg = (
+            f"token id {max(gate.reading.ids)} of gate {gate.name!r} is out of range: the model "
+            f"has {logits.width} logits"
+        )
+        raise ValueError(msg)
+    if entry.options:
+        raise ValueError(_FIXED.format(_LOGITS))
+    _check_reading(gate.reading, logits.width)
+    return dataclasses.replace(entry, what=[logits.path])
+
+
 def _gate_at(entry: GateEntry, modules: ModuleTable) -> GateEntry:
     """Rewrites a gate for the places that it reads.
 
@@ -161,8 +201,7 @@ def _gate_index(entry: GateEntry, name: str, info: ModuleInfo, modules: ModuleTa
     index = meant = entry.options.get("output_index")
     if modules.quantity(name) is not None:
         if entry.options:
-            msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
-            raise ValueError(msg)
+            raise ValueError(_FIXED.format(name))
         heads = modules.named.heads.get(split_head(from_lens(name) or name)[0])
         one = split_head(name)[1] is not None and heads is not None
         width = heads[1] if one and heads is not None else info.width
@@ -171,11 +210,19 @@ def _gate_index(entry: GateEntry, name: str, info: ModuleInfo, modules: ModuleTa
     else:
         width = info.width if index is None else info.part(name, index)[0]
         meant = info.index(name, index)
-    reading = entry.gate.reading
+    _check_reading(entry.gate.reading, width)
+    return meant
+
+
+def _check_reading(reading: Reading, width: int) -> None:
+    """Validates the width of the vectors that a gate reads.
+
+    Raises:
+        ValueError: they have another.
+    """
     if reading.width not in {None, width}:
         msg = f"{reading!r} reads vectors of width {reading.width}, but the tensor has {width}"
         raise ValueError(msg)
-    return meant
 
 
 def _tokens_first(entry: Entry, modules: ModuleTable) -> Entry:
@@ -234,8 +281,7 @@ def _kept_quantity(entry: KeepEntry, name: str, modules: ModuleTable) -> Entry:
     quantity = modules.named.table[base]
     heads = modules.named.heads.get(base)
     if entry.options.keys() & {"inputs", "output_index"}:
-        msg = f"{name} is one tensor at a fixed place: leave out inputs and output_index"
-        raise ValueError(msg)
+        raise ValueError(_FIXED.format(name))
     if heads is not None and "slice" in entry.options:
         msg = (
             f"{name} can only be captured whole in an engine, where it has no heads dimension: "

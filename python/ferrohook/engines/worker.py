@@ -49,8 +49,9 @@ class EngineWorker:
     """Plans of the requests of one model in an engine.
 
     An engine derives from it, and answers where its rows, positions and requests are: it calls
-    `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, `failures`
-    behind it, and `reconcile` or `retire`. One thread admits at a time; another one may run steps.
+    `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, `sampling`
+    if its gates read logits, `failures` behind it, and `reconcile` or `retire`. One thread admits
+    at a time; another one may run steps.
 
     Args:
         capabilities: of the engine.
@@ -74,6 +75,10 @@ class EngineWorker:
         )
         self._in_step: list[tuple[EngineRequest, Span]] = []
         """Requests of the settled step, and their rows."""
+        self._sampled: list[tuple[EngineRequest, Span]] = []
+        """Those with gates that read logits, and their row among the step's rows of logits."""
+        self._sampling = 0
+        """Number of the step's rows of logits: one for each request."""
         self._stopped: dict[str, str] = {}
         """Gates that ended requests in the last step."""
         self._from_cache: list[EngineRequest] = []
@@ -178,9 +183,9 @@ class EngineWorker:
         captures = self._captures.get(prepared)
         if captures is None:
             captures = self._captures[prepared] = modules.captures(prepared)
-        self.requests[request_id] = EngineRequest(
-            request_id, prepared, prompt_length, digest, key, captures
-        )
+        request = EngineRequest(request_id, prepared, prompt_length, digest, key, captures)
+        request.reads_logits = modules.reads_logits(prepared)
+        self.requests[request_id] = request
 
     def forget(self, upload: Upload | None) -> None:
         """Drops what is kept of a discarded upload beside the requests that run."""
@@ -223,10 +228,12 @@ class EngineWorker:
             positions: position of the first row of each.
         """
         self._in_step, self._from_cache, self._stopped = [], [], {}
+        self._sampled, self._sampling = [], len(request_ids)
         if not self.requests:
             return
         in_step, row = [], 0
-        for request_id, count, position in zip(request_ids, counts, positions, strict=True):
+        steps = zip(request_ids, counts, positions, strict=True)
+        for number, (request_id, count, position) in enumerate(steps):
             request = None if request_id is None else self.requests.get(request_id)
             rows = int(count)
             if request is not None and request.opened is not None:
@@ -236,6 +243,9 @@ class EngineWorker:
                 request.run(first, rows)
                 span = Span(request.name, row, rows, first, request.prompt_length)
                 in_step.append((request, span))
+                if request.reads_logits:
+                    last = span._replace(first_row=number, rows=1, position=request.end - 1)
+                    self._sampled.append((request, last))
             row += rows
         self._in_step = in_step
 
@@ -245,26 +255,10 @@ class EngineWorker:
         if not self.requests:
             yield
             return
-        around = contextlib.ExitStack()
-        in_step = [request for request, _ in self._in_step]
-        with self.failing(in_step):
-            if in_step:
-                self.steps += 1
-                self._enter(around, rows)
-        try:
+        if self._in_step:
+            self.steps += 1
+        with self._serving(self._in_step, rows, self._dim, self._gathered(rows)):
             yield
-        except BaseException:
-            with self.failing(in_step):
-                around.__exit__(*sys.exc_info())
-            raise
-        with self.failing(in_step):
-            around.close()
-        with self.failing(in_step):
-            for request in in_step:
-                if (error := request.failure) is not None:
-                    self.fail(request, error)
-                elif (stopped := request.stopped) is not None:
-                    self._stopped[request.name] = stopped.gate
         self._in_step = []
         with self.failing():
             self._agree()
@@ -272,12 +266,65 @@ class EngineWorker:
             with self.failing():
                 self._fail_sharers()
 
-    def _enter(self, around: contextlib.ExitStack, rows: int) -> None:
-        """Enters the batch of the settled step; requests that cannot be in it fail."""
-        while members := [each for each in self._in_step if each[0].failure is None]:
+    @contextlib.contextmanager
+    def sampling(self, rows: int) -> Iterator[None]:
+        """Enters a batch around the first call that computes `rows` rows of logits of a step."""
+        sampled, self._sampled = self._sampled, []
+        if sampled and rows != self._sampling:
+            msg = (
+                f"a gate cannot read logits where the engine computes {rows} rows of them for "
+                f"{self._sampling} requests"
+            )
+            for request, _ in sampled:
+                self.fail(request, HookError(msg))
+            sampled = []
+        if not sampled:
+            yield
+            return
+        with self._serving(sampled, rows, 0, []):
+            yield
+
+    @contextlib.contextmanager
+    def _serving(
+        self,
+        members: Sequence[tuple[EngineRequest, Span]],
+        rows: int,
+        dim: int,
+        gathered: list[GatheredModule],
+    ) -> Iterator[None]:
+        """Enters a batch of requests, and notes which of them it ended."""
+        around = contextlib.ExitStack()
+        requests = [request for request, _ in members]
+        with self.failing(requests):
+            self._enter(around, members, rows, dim, gathered)
+        try:
+            yield
+        except BaseException:
+            with self.failing(requests):
+                around.__exit__(*sys.exc_info())
+            raise
+        with self.failing(requests):
+            around.close()
+        with self.failing(requests):
+            for request in requests:
+                if (error := request.failure) is not None:
+                    self.fail(request, error)
+                elif (stopped := request.stopped) is not None:
+                    self._stopped[request.name] = stopped.gate
+
+    def _enter(
+        self,
+        around: contextlib.ExitStack,
+        in_batch: Sequence[tuple[EngineRequest, Span]],
+        rows: int,
+        dim: int,
+        gathered: list[GatheredModule],
+    ) -> None:
+        """Enters a batch; requests that cannot be in it fail."""
+        while members := [each for each in in_batch if each[0].failure is None]:
             opened = [(cast("Request", request.opened), span) for request, span in members]
             try:
-                batch = batch_of_step(opened, self._dim, rows, self._gathered(rows))
+                batch = batch_of_step(opened, dim, rows, gathered)
                 batch.__enter__()
             except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
                 closed = [request for request, _ in members if request.closed]

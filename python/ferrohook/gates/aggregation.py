@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from ctypes import c_float
 from itertools import accumulate
+from math import nan
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
@@ -22,6 +24,15 @@ By: TypeAlias = 'Literal["max", "min", "mean", "last"]'
 Over: TypeAlias = 'Literal["token", "prompt", "so_far"] | Window | Ema'
 """Which readings the value at a token is made of."""
 
+Aggregate: TypeAlias = "Callable[[Sequence[float], Sequence[int], list[float]], list[float]]"
+"""Makes values, each of which has the precision of float32; of an unknown one NaN.
+
+Its arguments: the readings in order of position. For each value the number of readings up to its
+token, with "prompt" those of the prompt only: at least the size of a window, or 0 if it is unknown.
+Results after each of the first readings, as an earlier call left them, which it extends.
+"""
+
+_CHOSEN: Final[dict[str, Callable[..., float]]] = {"max": max, "min": min}
 _BY: Final = ("max", "min", "mean", "last")
 _OVER: Final = ("token", "prompt", "so_far")
 
@@ -95,56 +106,67 @@ def check_over(over: Any, by: Any) -> None:
         raise ValueError(msg)
 
 
-def aggregated(
-    over: Over, by: By, readings: Sequence[float], counts: Sequence[int], running: list[float]
-) -> list[float]:
-    """Returns values of a gate, each of which has the precision of float32.
+def aggregation(over: Over, by: By) -> Aggregate:
+    """Returns the function that makes values of a gate from its readings.
 
     Args:
         over: see `Over`.
         by: see `By`.
-        readings: in order of position.
-        counts: for each value the number of readings up to its token: at least 1, and the size of a
-            window. With "prompt", the readings of the prompt only.
-        running: results after each of the first readings, as an earlier call left them; empty
-            at first. The call extends it.
     """
-    if over == "token" or (by == "last" and not isinstance(over, Ema)):
-        return [readings[count - 1] for count in counts]
+    if isinstance(over, Ema):
+        return functools.partial(_stepwise, functools.partial(_averaged, over.decay), _rounded)
+    if over == "token" or by == "last":
+        return _last
     if isinstance(over, Window):
-        size = over.size
-        return [_reduced(by, readings[count - size : count]) for count in counts]
-    _extend(over, by, readings, max(counts, default=0), running)
-    if isinstance(over, Ema):
-        return [float32(running[count - 1]) for count in counts]
+        return functools.partial(_of_window, over.size, _mean if by == "mean" else _CHOSEN[by])
     if by == "mean":
-        return [float32(running[count - 1] / count) for count in counts]
-    return [running[count - 1] for count in counts]
+        return functools.partial(_stepwise, operator.add, _per_count)
+    return functools.partial(_stepwise, _CHOSEN[by], None)
 
 
-def _reduced(by: By, readings: Sequence[float]) -> float:
-    if by == "mean":
-        return float32(sum(readings) / len(readings))
-    return max(readings) if by == "max" else min(readings)
+def _last(readings: Sequence[float], counts: Sequence[int], _results: list[float]) -> list[float]:
+    return [readings[count - 1] if count else nan for count in counts]
 
 
-def _extend(
-    over: Over, by: By, readings: Sequence[float], count: int, running: list[float]
-) -> None:
-    """Extends the results after each reading to so many of them; a mean's are the sums."""
-    if count <= len(running):
-        return
-    new = readings[len(running) : count]
-    step: Callable[[float, float], float]
-    if isinstance(over, Ema):
-        decay = over.decay
-        step = lambda average, reading: decay * average + (1 - decay) * reading  # noqa: E731 (one of four)
-    else:
-        step = operator.add if by == "mean" else max if by == "max" else min
-    if running:
-        running += [*accumulate(new, step, initial=running[-1])][1:]
-    else:
-        running += accumulate(new, step)
+def _of_window(
+    size: int,
+    reduce: Callable[[Sequence[float]], float],
+    readings: Sequence[float],
+    counts: Sequence[int],
+    _results: list[float],
+) -> list[float]:
+    return [reduce(readings[count - size : count]) if count else nan for count in counts]
+
+
+def _stepwise(
+    step: Callable[[float, float], float],
+    finish: Callable[[float, int], float] | None,
+    readings: Sequence[float],
+    counts: Sequence[int],
+    running: list[float],
+) -> list[float]:
+    """Values that follow from the result after the reading before and the next one."""
+    for reading in readings[len(running) : max(counts)]:
+        running.append(step(running[-1], reading) if running else reading)
+    if finish is None:
+        return [running[count - 1] if count else nan for count in counts]
+    return [finish(running[count - 1], count) if count else nan for count in counts]
+
+
+def _averaged(decay: float, average: float, reading: float) -> float:
+    return decay * average + (1 - decay) * reading
+
+
+def _rounded(average: float, _count: int) -> float:
+    return float32(average)
+
+
+def _per_count(total: float, count: int) -> float:
+    return float32(total / count)
+
+
+def _mean(readings: Sequence[float]) -> float:
+    return float32(sum(readings) / len(readings))
 
 
 def recorded(
@@ -157,7 +179,7 @@ def recorded(
         by: as there.
         readings: as there.
         graph: the readings with their gradient, float32, (readings,).
-        counts: as there.
+        counts: as there, all of known values.
 
     Returns:
         float32, (values,).

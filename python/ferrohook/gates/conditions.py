@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
@@ -74,14 +75,22 @@ class Comparison(Condition):
     closed: bool = False
     """True if the bounds themselves are included."""
 
+    @cached_property
+    def _bounds(self) -> tuple[float | str | None, float | str | None]:
+        """The bounds, numbers as values of gates have them."""
+        low, high = (
+            float32(bound) if isinstance(bound, float) else bound for bound in (self.low, self.high)
+        )
+        return low, high
+
     def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
         values, closed = values_of(self.gate), self.closed
-        if not isinstance(self.low, str) and not isinstance(self.high, str):
-            low, high = _rounded(self.low), _rounded(self.high)
+        low, high = self._bounds
+        if not isinstance(low, str) and not isinstance(high, str):
             return [_truth(value, low, high, closed=closed) for value in values]
         lows, highs = (
-            values_of(bound) if isinstance(bound, str) else [_rounded(bound)] * len(values)
-            for bound in (self.low, self.high)
+            values_of(bound) if isinstance(bound, str) else [bound] * len(values)
+            for bound in (low, high)
         )
         together = zip(values, lows, highs, strict=True)
         return [_truth(value, least, most, closed=closed) for value, least, most in together]
@@ -252,11 +261,6 @@ def check_name(name: Any) -> str:
         raise ValueError(msg)
     check_encodes(name, "the name of a gate")
     return str(name)
-
-
-def _rounded(bound: float | None) -> float | None:
-    """Returns a bound as values of gates have it."""
-    return None if bound is None else float32(bound)
 
 
 def _truth(value: float, low: float | None, high: float | None, *, closed: bool) -> Truth:

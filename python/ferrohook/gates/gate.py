@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ferrohook._core import needs_prompt
+from ferrohook.gates.aggregation import aggregation
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
-    from ferrohook.gates.aggregation import By, Over
+    from ferrohook.gates.aggregation import Aggregate, By, Over
     from ferrohook.gates.readings import Reading
     from ferrohook.tokens.positions import At
 
@@ -25,6 +26,11 @@ class Gate:
     over: Over
     by: By
     lag: int
+
+    @cached_property
+    def aggregate(self) -> Aggregate:
+        """Makes its values from its readings."""
+        return aggregation(self.over, self.by)
 
     @cached_property
     def counts_from_prompt(self) -> bool:

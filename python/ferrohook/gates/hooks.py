@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import isnan
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -75,7 +75,8 @@ class GateReader:
         whole = self.summed(request, tokens, _of_place(self.place, vectors))
         if whole is not None:
             read = self.reading(whole)
-            self.store(request, tokens, read.tolist(), read)
+            graph = read if read.requires_grad else None
+            self.store(request, tokens, read.tolist(), read.device, graph)
 
     def summed(self, request: GatedRequest, tokens: GateTokens, vectors: Tensor) -> Tensor | None:
         """Returns the sum over the gate's places, once all have given the vectors of the tokens.
@@ -94,15 +95,26 @@ class GateReader:
         return JoinedReaders(readers)
 
     def store(
-        self, request: GatedRequest, tokens: GateTokens, readings: list[float], read: Tensor
+        self,
+        request: GatedRequest,
+        tokens: GateTokens,
+        readings: list[float],
+        device: torch.device,
+        graph: Tensor | None,
     ) -> None:
-        """Stores readings; `read`: the same as a tensor.
+        """Stores readings.
+
+        Args:
+            request: the tokens' request.
+            tokens: the tokens.
+            readings: of each.
+            device: on which they were read.
+            graph: the same with their gradient, if there is one.
 
         Raises:
             HookError: see `GateStates.add`.
         """
-        recorded = read if self._followed and read.requires_grad else None
-        request.gates.add(self._gate, tokens, readings, recorded)
+        request.gates.add(self._gate, tokens, readings, graph if self._followed else None)
         for check in self.stops:
             check(request.gates, tokens)
         if not self.kept:
@@ -110,7 +122,7 @@ class GateReader:
         found = request.gates.values(self._gate, tokens)
         if request.gates.stream is not None:
             request.gates.stream.note(self._gate.name, tokens.positions, found)
-        values = torch.tensor(found, dtype=torch.float32, device=read.device)
+        values = torch.tensor(found, dtype=torch.float32, device=device)
         for capture in self.kept:
             collector = request.collector(capture, complete=False)
             store_rows(collector, [(0, values)], tokens.positions, tokens.rows, tokens.sequences)
@@ -158,14 +170,14 @@ class JoinedReaders:
                 continue
             read = reading(own, own_counts)
             readings, start = read.tolist(), 0
-            for member, count in zip(members, own_counts, strict=True):
+            graphs = read.split(own_counts) if read.requires_grad else repeat(None)
+            for member, count, graph in zip(members, own_counts, graphs, strict=False):
                 if not count:
                     continue
-                span = slice(start, start := start + count)
-                request = given[member][0]
+                found = readings[start : (start := start + count)]
                 try:
                     store = self._readers[member].store
-                    store(request, tokens[member], readings[span], read[span])
+                    store(given[member][0], tokens[member], found, read.device, graph)
                 except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
                     errors[member] = error
         return errors
@@ -229,15 +241,13 @@ class TokenChoice:
         Raises:
             HookError: see `GateStates.values`.
         """
-        found: dict[str, list[float]] = {}
 
         def values_of(name: str) -> list[float]:
-            if (values := found.get(name)) is None:
-                values = found[name] = request.gates.values(self._gates[name], tokens)
-            return values
+            return request.gates.values(self._gates[name], tokens)
 
-        acts = [True] * len(tokens.rows)
-        if self._when is not None:
+        if self._when is None:
+            acts = [True] * len(tokens.rows)
+        else:
             acts = [each is True for each in self._when.at(values_of)]
         if self._follows is None:
             return acts, None
@@ -272,13 +282,14 @@ def decide_together(
     errors: list[Exception | None] = []
     partial = False
     for choice, strength, request, given in hooks:
-        tokens = GateTokens(*given)
-        chosen, found, error = [True] * len(tokens.rows), None, None
+        found, error = None, None
         try:
-            if choice is not None:
-                chosen, found = choice.decide(request, tokens)
+            if choice is None:
+                chosen = [True] * len(given[0])
+            else:
+                chosen, found = choice.decide(request, GateTokens(*given))
         except Exception as raised:  # noqa: BLE001 (the request's failure: the others go on)
-            chosen, error = [False] * len(chosen), raised
+            chosen, error = [False] * len(given[0]), raised
         partial = partial or found is not None or strength is not None
         acts += chosen
         errors.append(error)

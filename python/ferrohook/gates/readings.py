@@ -135,7 +135,8 @@ class JoinedReading:
         self._first = first = readings[0]
         self._tables: dict[str, Tensor] = {}
         """For each field, a value for each of the readings; none if the readings are equal."""
-        self._on_device: dict[torch.device, dict[str, Tensor]] = {}
+        self._on_device: dict[torch.device, Reading] = {}
+        """One that has the tables in place of its fields."""
         names = [field.name for field in dataclasses.fields(first)]
         tensors = [it for it in (getattr(first, name) for name in names) if isinstance(it, Tensor)]
         if all(each is first for each in readings) or any(it.dim() > 1 for it in tensors):
@@ -158,17 +159,21 @@ class JoinedReading:
         if not self._tables:
             return self._first(vectors)
         device = vectors.device
-        if (tables := self._on_device.get(device)) is None:
+        if (reading := self._on_device.get(device)) is None:
             with torch.inference_mode(mode=False):
                 tables = {name: table.to(device) for name, table in self._tables.items()}
-            self._on_device[device] = tables
-        if any(count != 1 for count in counts):
+            reading = self._on_device[device] = self._with(tables)
+        if counts.count(1) < len(counts):
             rows = [number for number, count in enumerate(counts) for _ in range(count)]
             index = torch.tensor(rows, device=device)
-            tables = {name: table[index] for name, table in tables.items()}
+            reading = self._with({name: getattr(reading, name)[index] for name in self._tables})
+        return reading(vectors)
+
+    def _with(self, tables: dict[str, Tensor]) -> Reading:
+        """Returns a reading with tables in place of its fields."""
         reading = copy.copy(self._first)
         vars(reading).update(tables)
-        return reading(vectors)
+        return reading
 
 
 def _shown(value: Any) -> str:
@@ -245,7 +250,7 @@ class Cosine(Reading):
             along = (vectors * direction).sum(-1, keepdim=True) / squared
             direction = (along * direction).tanh()
         lengths = vector_norm(vectors, dim=-1) * vector_norm(direction, dim=-1)
-        cosines: Tensor = (vectors * direction).sum(-1) / lengths.where(lengths > 0, 1.0)
+        cosines: Tensor = (vectors * direction).sum(-1) / lengths.masked_fill(lengths == 0, 1.0)
         return cosines
 
 

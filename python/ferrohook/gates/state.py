@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
-from math import isnan, nan
+from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from ferrohook._core import places_at
 from ferrohook.errors import HookError
-from ferrohook.gates.aggregation import Window, aggregated, recorded
+from ferrohook.gates.aggregation import Window, recorded
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from ferrohook.gates.gate import Gate
@@ -75,15 +73,19 @@ class UnreadError(HookError):
 class _Row:
     """Readings of one sequence."""
 
+    __slots__ = ("complete", "counting", "graphs", "positions", "prompt", "readings", "running")
+
     def __init__(self) -> None:
         self.positions: list[int] = []
         """Ascending."""
         self.readings: list[float] = []
         """One for each position."""
         self.running: list[float] = []
-        """Maximum, minimum, sum or average after each of the first readings, see `aggregated`."""
+        """Maximum, minimum, sum or average after each of the first readings, see `Aggregate`."""
         self.graphs: dict[int, Tensor] = {}
         """Readings by position that have a gradient: float32, ()."""
+        self.counting = 0
+        """Number of the first readings that the gate is known to count."""
         self.complete = 0
         """Tokens before this position that the gate counts are known to have been read."""
         self.prompt: int | None = None
@@ -99,7 +101,7 @@ class _Row:
         stored |= zip(self.positions, self.readings, strict=True)
         if len(stored) > len(self.positions):
             # Readings before others: later values have changed.
-            self.running.clear()
+            self._restart()
             self.positions = sorted(stored)
             self.readings = [stored[position] for position in self.positions]
 
@@ -108,9 +110,14 @@ class _Row:
         end = bisect_left(self.positions, position)
         if end < len(self.positions):
             del self.positions[end:], self.readings[end:]
-            self.running.clear()
+            self._restart()
             self.graphs = {at: graph for at, graph in self.graphs.items() if at < position}
         self.complete = min(self.complete, position)
+
+    def _restart(self) -> None:
+        """Forgets what was computed from the readings."""
+        self.running.clear()
+        self.counting = 0
 
     def count(self, start: int, end: int) -> int:
         """Returns how many tokens from one position up to another were read."""
@@ -126,13 +133,15 @@ class _Row:
         if self.prompt != prompt:
             if self.prompt is not None:
                 self.complete = 0
-                self.running.clear()
+                self._restart()
             self.prompt = prompt
         if gate.at is None or not gate.counts_from_prompt:
             return self.positions, self.readings
-        places = places_at(native_at(gate.at), self.positions, prompt)
-        if len(places) == len(self.positions):
+        new = self.positions[self.counting :]
+        if len(places_at(native_at(gate.at), new, prompt)) == len(new):
+            self.counting = len(self.positions)
             return self.positions, self.readings
+        places = places_at(native_at(gate.at), self.positions, prompt)
         return [self.positions[it] for it in places], [self.readings[it] for it in places]
 
 
@@ -228,7 +237,8 @@ class GateStates:
                 position = next(at for at, it in zip(positions, own, strict=True) if isnan(it))
                 msg = f"gate {gate.name!r} is NaN at position {position}"
                 raise HookError(msg)
-            state = rows.setdefault(row, _Row())
+            if (state := rows.get(row)) is None:
+                state = rows[row] = _Row()
             state.add(positions, own)
             if graph is not None:
                 each = graph[places].unbind()
@@ -284,9 +294,7 @@ class GateStates:
         for row, places in _by_row(tokens.rows):
             state = rows.get(row) or _Row()
             _, readings, counts = _counts(gate, state, tokens.positions[places], tokens.prompt(row))
-            known = [count for count in counts if count]
-            found = iter(aggregated(gate.over, gate.by, readings, known, state.running))
-            values += [next(found) if count else nan for count in counts]
+            values += gate.aggregate(readings, counts, state.running)
         return values
 
     def graph_of(self, gate: Gate, tokens: GateTokens, values: list[float]) -> Tensor | None:
@@ -347,7 +355,7 @@ def _check_once(gate: Gate, positions: list[int]) -> None:
 
 def _by_row(rows: list[int]) -> list[tuple[int, slice]]:
     """Groups the places of tokens by their rows."""
-    if rows.count(rows[0]) == len(rows):
+    if len(rows) == 1 or rows.count(rows[0]) == len(rows):
         return [(rows[0], slice(None))]
     ends = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1]]
     return [(rows[start], slice(start, end)) for start, end in pairwise([0, *ends, len(rows)])]
@@ -376,23 +384,35 @@ def _counts(
         )
         raise HookError(msg)
     read, readings = row.counted(gate, prompt)
-    at: Sequence[int | None] = positions
-    if gate.over == "prompt":
-        last = (prompt or 0) - 1
-        at = [last if it >= last else None for it in positions]
-    elif gate.lag:
-        at = [it - gate.lag if it >= (prompt or 0) else None for it in positions]
-    if wanted := [it for it in at if it is not None]:
+    ends = _ends(gate, positions, prompt)
+    counts = [bisect_right(read, end) for end in ends]
+    if gate.over == "token":  # but for tokens that the gate does not count
+        counts = [
+            count if count and read[count - 1] == end else 0
+            for count, end in zip(counts, ends, strict=True)
+        ]
+        known = 0 not in counts
+    elif read and read[-1] == row.complete == max(ends):  # the next token
+        row.complete += 1
+        known = True
+    else:
+        known = max(ends) < row.complete
+    if not known and (wanted := [end for end in ends if end >= 0]):
         _check_read(gate, row, wanted, prompt, positions)
-    counts = [0 if each is None else bisect_right(read, each) for each in at]
     if isinstance(gate.over, Window):
         counts = [count if count >= gate.over.size else 0 for count in counts]
-    elif gate.over == "token":  # but for tokens that the gate does not count
-        counts = [
-            count if count and read[count - 1] == each else 0
-            for count, each in zip(counts, at, strict=True)
-        ]
     return read, readings, counts
+
+
+def _ends(gate: Gate, positions: list[int], prompt: int | None) -> list[int]:
+    """Returns the last position whose reading each value may have, -1 if the value is unknown."""
+    if gate.over == "prompt":
+        last = (prompt or 0) - 1
+        return [last if position >= last else -1 for position in positions]
+    if gate.lag:
+        first = prompt or 0
+        return [position - gate.lag if position >= first else -1 for position in positions]
+    return positions
 
 
 def _check_read(
@@ -403,7 +423,7 @@ def _check_read(
     Args:
         gate: the gate.
         row: readings of their sequence.
-        wanted: positions of the tokens whose values are wanted.
+        wanted: last positions of the values that are known, see `_ends`.
         prompt: length of the prompt.
         positions: of the tokens of the running call.
 

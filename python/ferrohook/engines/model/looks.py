@@ -36,7 +36,7 @@ _STREAM: Final = Hidden(SUM)
 """Part of an input: the sum of the two tensors that a module takes."""
 _EQUATION: Final = "attention(q, k, v) = z"
 _SAMPLED: Final = (
-    "the engine computes logits after the layers, and only for the tokens that it samples from; "
+    "the engine computes logits after the layers, and only for the tokens that it samples from: "
     "keep @final_norm, the input of the unembedding"
 )
 _OTHER_NUMBERS: Final = "its router is not proved: the engine may number the experts differently"

@@ -147,6 +147,13 @@ class ModuleInfo:
         return (self.width, self.row_bytes) if index is None else self.part(name, index)
 
 
+class SampledLogits(NamedTuple):
+    """Output of the module that returns the logits of the tokens that an engine samples from."""
+
+    path: str
+    width: int
+
+
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
     """Quantities of an engine's model, at the engine's places."""
@@ -154,16 +161,23 @@ class NamedTensors:
     table: Quantities = dataclasses.field(default_factory=lambda: Quantities({}, {}, "the engine"))
     heads: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Number and width of the heads of quantities with heads side by side, by name."""
+    logits: SampledLogits | None = None
+    """For gates; None if they cannot read logits."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        return {"table": self.table.to_json(), "heads": {**self.heads}}
+        return {
+            "table": self.table.to_json(),
+            "heads": {**self.heads},
+            "logits": self.logits,
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> NamedTensors:
         """Reads what `to_json` returned."""
         heads = {name: (count, width) for name, (count, width) in found["heads"].items()}
-        return cls(Quantities.from_json(found["table"]), heads)
+        logits = None if found["logits"] is None else SampledLogits(*found["logits"])
+        return cls(Quantities.from_json(found["table"]), heads, logits)
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns each with its place and proof, and the reason of each that is refused."""
@@ -308,7 +322,7 @@ class ModuleTable:
             "tensor parallelism: each rank has only some of the heads and part of the widths, so "
             "nothing can be proved"
         )
-        none = Quantities({}, {"resid_post": reason}, "the engine")
+        none = Quantities({}, {"resid_post": reason, "logits": reason}, "the engine")
         return ModuleTable(table, self._fused, named=NamedTensors(none))
 
     def other_dims(self, model: nn.Module) -> dict[nn.Module, int]:
@@ -440,6 +454,13 @@ class ModuleTable:
             return entry
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
+
+    def reads_logits(self, plan: Plan | Prepared) -> bool:
+        """Returns True if a gate of a rewritten plan reads the logits."""
+        logits = self.named.logits
+        return logits is not None and any(
+            isinstance(entry, GateEntry) and entry.what == [logits.path] for entry in plan.entries
+        )
 
     def kept(self, entry: KeepEntry) -> list[str]:
         """Returns the names of the modules, quantities or gates that an entry captures."""

@@ -12,11 +12,13 @@ from ferrohook.engines.model.modules import (
     NEVER_RAN,
     ModuleInfo,
     ModuleTable,
+    SampledLogits,
     Tokens,
     dim_of_rows,
 )
 from ferrohook.engines.model.step_values import observed
 from ferrohook.errors import HookError
+from ferrohook.quantity.anatomy.observe import observing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +59,27 @@ def observe(
         inputs = _shapes(own[-1].args) if own else []
         table[name] = dataclasses.replace(info, inputs=tuple(_row(it, info.dim) for it in inputs))
     return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
+
+
+def observe_logits(model: nn.Module, compute: Callable[[], Tensor]) -> SampledLogits | None:
+    """Finds the module that returns the logits from which an engine samples.
+
+    Args:
+        model: the engine's, loaded.
+        compute: has the model compute logits of some tokens.
+
+    Returns:
+        None if no module's output is what the model returns.
+    """
+    outputs: dict[str, Any] = {}
+
+    def note(path: str, _module: nn.Module, *call: Any) -> None:
+        outputs[path] = call[-1]
+
+    with observing(model, after=note):
+        logits = compute()
+    found = [path for path, output in outputs.items() if output is logits]
+    return SampledLogits(found[-1], logits.shape[-1]) if found else None
 
 
 class CallingForward:

@@ -40,6 +40,12 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
     def loading(_result: Any, *_args: Any, **_kwargs: Any) -> None:
         with worker.starting():
             worker.loaded()
+        if worker.served is not None and worker.served.modules.named.logits is not None:
+            around(runner.get_model(), "compute_logits", computing)
+
+    def computing(original: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        with worker.sampling(len(hidden_states)):
+            return original(hidden_states, *args, **kwargs)
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
         report = StepReport(worker.failures(), worker.stops(), worker.gate_values())
@@ -135,14 +141,21 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
 
 def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
     entered = contextlib.ExitStack()
+    preempted: set[str] = set()
 
     def adding(original: Any, scheduler_output: Any) -> Any:
-        # Finished and preempted ones are gone by now; a preempted one resumes as a new one.
+        # The runner has dropped finished and preempted ones by now. A preempted one resumes as a
+        # new one, but keeps its plan, whose gates have read logits that are computed only once.
+        preempted.update(scheduler_output.preempted_req_ids or ())
+        preempted.difference_update(scheduler_output.finished_req_ids)
         with worker.failing():
-            worker.reconcile(runner.req_states.req_id_to_index)
+            worker.reconcile(preempted.union(runner.req_states.req_id_to_index))
         result = original(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
+            if new.req_id in preempted:
+                preempted.remove(new.req_id)
+            else:
+                worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
         return result
 
     def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -19,7 +20,7 @@ from torch.nn import functional
 from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
-from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.observing import observe, observe_logits
 from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.experts import call_experts, factor_of
@@ -35,8 +36,10 @@ from ferrohook.plans.entries import KeepEntry
 from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Mapping
 
+    from ferrohook.engines.model.modules import SampledLogits
     from ferrohook.gates.streaming import GateValues
 
 _LOG: Final = logging.getLogger("ferrohook")
@@ -118,14 +121,33 @@ class RunnerWorker(EngineWorker):
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
         else:
-            modules = modules.with_quantities(
-                look_at(model, forward, _heads_of, factor_of=factor_of)
-            )
+            named = look_at(model, forward, _heads_of, factor_of=factor_of)
+            logits = self._observed_logits(model)
+            modules = modules.with_quantities(dataclasses.replace(named, logits=logits))
         if self._config.compilation_config.mode:
             kinds = self.options.sites_kinds
             modules, names, index = modules.at_sites(self.options.sites, kinds)
             self._lay_sites(model, names, index, modules.table[names[0]].width)
         self.serve(model, modules)
+
+    def _observed_logits(self, model: Any) -> SampledLogits | None:
+        """Finds the module that returns the logits; None, with the reason logged, if that fails."""
+        config = self._config.model_config
+        try:
+            shape = OBSERVED_ROWS, config.get_hidden_size()
+            hidden = torch.ones(shape, dtype=config.dtype, device=self._runner.device)
+            with torch.inference_mode(), self._without_adapters():
+                return observe_logits(model, lambda: model.compute_logits(hidden))
+        except Exception:  # noqa: BLE001 (the engine starts, without such gates)
+            _LOG.exception("computing logits failed, so no gate can read them")
+            return None
+
+    def _without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Runs `OBSERVED_ROWS` rows as for requests without an adapter, the same modules."""
+        found: contextlib.AbstractContextManager[None] = self._runner.maybe_select_dummy_loras(
+            self._runner.lora_config, np.array([OBSERVED_ROWS], dtype=np.int32)
+        )
+        return found
 
     def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
         """Lays the operators of a compiled engine, if their tables fit.
@@ -185,10 +207,7 @@ class RunnerWorker(EngineWorker):
         try:
             with (
                 torch.inference_mode(),
-                # As for requests without an adapter, whose rows run the same modules.
-                self._runner.maybe_select_dummy_loras(
-                    self._runner.lora_config, np.array([OBSERVED_ROWS], dtype=np.int32)
-                ),
+                self._without_adapters(),
                 context.set_forward_context(
                     None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
                 ),

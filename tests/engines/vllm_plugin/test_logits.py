@@ -1,0 +1,189 @@
+"""vLLM in this process: gates that read the logits, as they do in the request alone."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import transformers
+
+import ferrohook as fh
+from ferrohook.engines import vllm
+from support.vllm_engine import VOCABULARY, WIDTH, sampling, serve_at_once, start, stop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEW = 10
+PROMPT = [*range(10, 22)]
+ALL = slice(-1, None)
+"""All tokens that have logits."""
+
+
+def reading_of(rng: random.Random) -> Any:
+    ids = rng.sample(range(VOCABULARY), 3)
+    return rng.choice([fh.TokenProbability(ids), fh.MaxProbability(), fh.Entropy()])
+
+
+def plan_of(rng: random.Random) -> fh.Plan:
+    """A plan that reads the logits, and may steer the next token by them."""
+    over, at = rng.choice(
+        [
+            *((over, ALL) for over in ("token", "so_far", "prompt", fh.window(2), fh.ema(0.6))),
+            ("token", "generated"),
+            ("prompt", "last_prompt"),
+        ]
+    )
+    lag = 0 if over == "prompt" else rng.choice([0, 1])
+    by: Any = rng.choice(["max", "min", "mean"])
+    gate = fh.gate("g", "@logits", reading_of(rng), over=over, at=at, by=by, lag=lag)
+    kept = fh.Plan(gate, fh.keep("@gate.g"))
+    if not lag:
+        return kept
+    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(rng.randrange(10**6)))
+    strength = fh.ramp("g", -1.0, 3.0)
+    return kept + fh.Plan(
+        fh.on("model.layers.1", fh.Add(vector), at="generated", strength=strength)
+    )
+
+
+@torch.no_grad()
+def alone(model: Any, plan: fh.Plan, prompt: list[int], text: list[int]) -> Tensor:
+    """Values of the gate in the request by itself, one token after the other."""
+    cache = transformers.DynamicCache()
+    with plan.prepare(model).open(prompt=len(prompt)) as request:
+        for ids in [prompt, *([token] for token in text[:-1])]:
+            model(torch.tensor([ids]), past_key_values=cache)
+    values: Tensor = request.acts["@gate.g"]
+    return values
+
+
+@pytest.mark.v2
+def test_gates_read_the_logits_that_the_request_has_alone(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the chunks, preemptions and neighbours, the sampler and its changes."""
+    folder, model = models["llama"]
+    rng = random.Random(3)  # noqa: S311 (a test)
+    jobs = [
+        ([rng.randrange(10, 110) for _ in range(rng.choice([3, 30, 90]))], plan_of(rng))
+        for _ in range(12)
+    ]
+    samplers = [{}, {"temperature": 1.0}, {"logit_bias": {7: 5.0}, "prompt_logprobs": 2}]
+    engine = start(folder, num_gpu_blocks_override=14, max_num_batched_tokens=40)
+    try:
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+        monkeypatch.setattr(
+            scheduler,
+            "_preempt_request",
+            lambda it, *args, **kwargs: (preempted.append(it), preempt(it, *args, **kwargs))[1],
+        )
+        for number, (prompt, plan) in enumerate(jobs):
+            for name, own in (("gated", plan), ("plain", None)):
+                params = sampling(own, NEW, ignore_eos=True, **samplers[number % len(samplers)])
+                request = {"prompt_token_ids": prompt}
+                engine.llm_engine.add_request(f"{name}-{number}", request, params)
+        outputs = {}
+        while engine.llm_engine.has_unfinished_requests():
+            outputs |= {it.request_id: it for it in engine.llm_engine.step() if it.finished}
+        for number, (prompt, plan) in enumerate(jobs):
+            (text,) = outputs[f"gated-{number}"].outputs
+            assert len(text.token_ids) == NEW, text
+            found = vllm.activations(engine, outputs[f"gated-{number}"]).acts["@gate.g"]
+            expected = alone(model, plan, prompt, [*text.token_ids])
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+    finally:
+        stop(engine)
+    assert preempted
+
+
+@pytest.mark.v2
+def test_a_stop_ends_the_answer_with_the_token_that_the_gate_read(llm: Any) -> None:
+    gate = fh.gate("sure", "@logits", fh.MaxProbability(), at=ALL)
+    watch = fh.Plan(gate, fh.keep("@gate.sure"))
+    plain = serve_at_once(llm, {"plain": watch}, prompt=PROMPT, new_tokens=NEW)["plain"]
+    values = vllm.activations(llm, plain).acts["@gate.sure"]
+    assert len(values) == NEW
+    plans: dict[str, Any] = {"other": None}
+    for place, value in enumerate(values.tolist()):
+        if value > float(values[:place].max() if place else 0) + 1e-4:
+            plans[f"stops-{place}"] = watch + fh.Plan(fh.stop(when=fh.above("sure", value - 5e-5)))
+    assert len(plans) > 2
+    outputs = serve_at_once(llm, plans, prompt=PROMPT, new_tokens=NEW)
+    whole = [*plain.outputs[0].token_ids]
+    assert [*outputs.pop("other").outputs[0].token_ids] == whole
+    for name, output in outputs.items():
+        (text,) = output.outputs
+        assert (text.finish_reason, text.stop_reason) == ("stop", "sure")
+        assert [*text.token_ids] == whole[: int(name.removeprefix("stops-"))]
+
+
+@pytest.mark.v2
+def test_a_hook_of_the_same_step_fails_its_request_only(llm: Any) -> None:
+    gate = fh.gate("g", "@logits", fh.MaxProbability(), at="generated")
+    hook = fh.on("model.layers.1", fh.Zero(), at="generated", when=fh.above("g", 0.0))
+    plans = {"fails": fh.Plan(gate, hook), "other": fh.Plan(gate, fh.keep("@gate.g"))}
+    outputs = serve_at_once(llm, plans, prompt=PROMPT, new_tokens=NEW)
+    (text,) = outputs["fails"].outputs
+    assert text.finish_reason == "error"
+    assert "reads later in the forward" in text.stop_reason
+    assert "lag=1" in text.stop_reason
+    assert len(vllm.activations(llm, outputs["other"]).acts["@gate.g"]) == NEW - 1
+
+
+@pytest.mark.v2
+def test_logits_that_are_nan_fail_their_request_only(llm: Any) -> None:
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def spoil(_module: object, _args: object, logits: Tensor) -> None:
+        calls.append(len(logits))
+        if len(calls) == 3:
+            logits[1] = float("nan")
+
+    gate = fh.gate("g", "@logits", fh.Entropy(), at=ALL)
+    plan = fh.Plan(gate, fh.keep("@gate.g"))
+    calls: list[int] = []
+    hook = model.logits_processor.register_forward_hook(spoil)
+    try:
+        plans = {"first": plan, "spoilt": plan, "plain": None}
+        outputs = serve_at_once(llm, plans, prompt=PROMPT, new_tokens=NEW)
+    finally:
+        hook.remove()
+    (text,) = outputs["spoilt"].outputs
+    assert text.finish_reason == "error"
+    assert f"gate 'g' is NaN at position {len(PROMPT) + 1}" in text.stop_reason
+    assert len(vllm.activations(llm, outputs["first"]).acts["@gate.g"]) == NEW
+
+
+def gated(**options: Any) -> Any:
+    what, reading = options.pop("what", "@logits"), options.pop("reading", fh.MaxProbability())
+    return fh.gate("g", what, reading, **{"at": "generated", **options})
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (gated(at=None), "gate 'g' reads @logits at at=None.*only from the last token of the prom"),
+        (gated(at=None, over="prompt"), "give the gate at='generated'"),
+        (gated(at="prompt", over="prompt"), "at='prompt'.*only from the last token"),
+        (gated(at=slice(-2, None)), "only from the last token of the prompt"),
+        (gated(at=20), "only from the last token of the prompt"),
+        (gated(reading=fh.TokenProbability([10**6])), "token id 1000000 of gate 'g' is out of ran"),
+        (gated(reading=fh.Dot(torch.ones(3))), "width 3, but the tensor has"),
+        (gated(inputs=True), "one tensor at a fixed place"),
+        (gated(what=["@logits", "model.layers.1"]), "only for the tokens that it samples from"),
+        (fh.keep("@logits", at="generated"), "only for the tokens that it samples from"),
+        (fh.on("@logits", fh.Scale(2.0)), "only for the tokens that it samples from"),
+        (fh.keep("logits_processor"), "cannot be hooked: it never runs in the forward"),
+    ],
+)
+def test_plans_that_need_other_logits_are_refused(llm: Any, entry: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        llm.generate({"prompt_token_ids": PROMPT}, sampling(fh.Plan(entry)), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
