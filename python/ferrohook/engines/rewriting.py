@@ -170,7 +170,8 @@ def _gate_at_logits(entry: GateEntry, logits: SampledLogits) -> GateEntry:
     if entry.options:
         raise ValueError(_FIXED.format(_LOGITS))
     _check_reading(gate.reading, logits.width)
-    return dataclasses.replace(entry, what=[logits.path])
+    options = {} if logits.part is None else {"output_index": logits.part}
+    return dataclasses.replace(entry, what=[logits.path], options=options)
 
 
 def _gate_at(entry: GateEntry, modules: ModuleTable) -> GateEntry:

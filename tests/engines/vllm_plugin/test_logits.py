@@ -10,57 +10,16 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
-import transformers
-
 import ferrohook as fh
 from ferrohook.engines import vllm
-from support.vllm_engine import VOCABULARY, WIDTH, sampling, serve_at_once, start, stop
+from support.logits_jobs import ALL, REFUSED, plan_of, values_alone
+from support.vllm_engine import sampling, serve_at_once, start, stop
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NEW = 10
 PROMPT = [*range(10, 22)]
-ALL = slice(-1, None)
-"""All tokens that have logits."""
-
-
-def reading_of(rng: random.Random) -> Any:
-    ids = rng.sample(range(VOCABULARY), 3)
-    return rng.choice([fh.TokenProbability(ids), fh.MaxProbability(), fh.Entropy()])
-
-
-def plan_of(rng: random.Random) -> fh.Plan:
-    """A plan that reads the logits, and may steer the next token by them."""
-    over, at = rng.choice(
-        [
-            *((over, ALL) for over in ("token", "so_far", "prompt", fh.window(2), fh.ema(0.6))),
-            ("token", "generated"),
-            ("prompt", "last_prompt"),
-        ]
-    )
-    lag = 0 if over == "prompt" else rng.choice([0, 1])
-    by: Any = rng.choice(["max", "min", "mean"])
-    gate = fh.gate("g", "@logits", reading_of(rng), over=over, at=at, by=by, lag=lag)
-    kept = fh.Plan(gate, fh.keep("@gate.g"))
-    if not lag:
-        return kept
-    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(rng.randrange(10**6)))
-    strength = fh.ramp("g", -1.0, 3.0)
-    return kept + fh.Plan(
-        fh.on("model.layers.1", fh.Add(vector), at="generated", strength=strength)
-    )
-
-
-@torch.no_grad()
-def alone(model: Any, plan: fh.Plan, prompt: list[int], text: list[int]) -> Tensor:
-    """Values of the gate in the request by itself, one token after the other."""
-    cache = transformers.DynamicCache()
-    with plan.prepare(model).open(prompt=len(prompt)) as request:
-        for ids in [prompt, *([token] for token in text[:-1])]:
-            model(torch.tensor([ids]), past_key_values=cache)
-    values: Tensor = request.acts["@gate.g"]
-    return values
 
 
 @pytest.mark.v2
@@ -96,7 +55,7 @@ def test_gates_read_the_logits_that_the_request_has_alone(
             (text,) = outputs[f"gated-{number}"].outputs
             assert len(text.token_ids) == NEW, text
             found = vllm.activations(engine, outputs[f"gated-{number}"]).acts["@gate.g"]
-            expected = alone(model, plan, prompt, [*text.token_ids])
+            expected = values_alone(model, plan, prompt, [*text.token_ids])
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
     finally:
         stop(engine)
@@ -161,27 +120,9 @@ def test_logits_that_are_nan_fail_their_request_only(llm: Any) -> None:
     assert len(vllm.activations(llm, outputs["first"]).acts["@gate.g"]) == NEW
 
 
-def gated(**options: Any) -> Any:
-    what, reading = options.pop("what", "@logits"), options.pop("reading", fh.MaxProbability())
-    return fh.gate("g", what, reading, **{"at": "generated", **options})
-
-
 @pytest.mark.parametrize(
     ("entry", "reason"),
-    [
-        (gated(at=None), "gate 'g' reads @logits at at=None.*only from the last token of the prom"),
-        (gated(at=None, over="prompt"), "give the gate at='generated'"),
-        (gated(at="prompt", over="prompt"), "at='prompt'.*only from the last token"),
-        (gated(at=slice(-2, None)), "only from the last token of the prompt"),
-        (gated(at=20), "only from the last token of the prompt"),
-        (gated(reading=fh.TokenProbability([10**6])), "token id 1000000 of gate 'g' is out of ran"),
-        (gated(reading=fh.Dot(torch.ones(3))), "width 3, but the tensor has"),
-        (gated(inputs=True), "one tensor at a fixed place"),
-        (gated(what=["@logits", "model.layers.1"]), "only for the tokens that it samples from"),
-        (fh.keep("@logits", at="generated"), "only for the tokens that it samples from"),
-        (fh.on("@logits", fh.Scale(2.0)), "only for the tokens that it samples from"),
-        (fh.keep("logits_processor"), "cannot be hooked: it never runs in the forward"),
-    ],
+    [*REFUSED, (fh.keep("logits_processor"), "cannot be hooked: it never runs in the forward")],
 )
 def test_plans_that_need_other_logits_are_refused(llm: Any, entry: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

@@ -152,6 +152,8 @@ class SampledLogits(NamedTuple):
 
     path: str
     width: int
+    part: str | None = None
+    """Attribute of the output; None if that is the logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,17 +452,19 @@ class ModuleTable:
         return Plan(*(self._moved(entry) for entry in plan.entries))
 
     def _moved(self, entry: Entry) -> Entry:
-        if not entry.has_places:
+        if not entry.has_places or self._at_logits(entry):
             return entry
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
     def reads_logits(self, plan: Plan | Prepared) -> bool:
         """Returns True if a gate of a rewritten plan reads the logits."""
+        return any(map(self._at_logits, plan.entries))
+
+    def _at_logits(self, entry: Entry) -> bool:
         logits = self.named.logits
-        return logits is not None and any(
-            isinstance(entry, GateEntry) and entry.what == [logits.path] for entry in plan.entries
-        )
+        at = None if logits is None else [logits.path]
+        return isinstance(entry, GateEntry) and entry.what == at
 
     def kept(self, entry: KeepEntry) -> list[str]:
         """Returns the names of the modules, quantities or gates that an entry captures."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
@@ -23,7 +24,7 @@ from ferrohook.attach.attention import attended
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.model.looks import HeadSizes, look_at
-from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
+from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, SampledLogits
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.rewriting import cloning
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from ferrohook.engines.requests import EngineRequest
     from ferrohook.gates.streaming import GateValues
     from ferrohook.plans import Prepared
+    from ferrohook.rows.batches import GatheredModule
 
 _LOG: Final = logging.getLogger("ferrohook")
 _names: Final = itertools.count()
@@ -78,6 +80,8 @@ class SchedulerWorker(EngineWorker):
         """Requests with a plan, by its name."""
         self._wanted_by: tuple[frozenset[Prepared], frozenset[str]] = (frozenset(), frozenset())
         """Plans of the last step, and the hook points that they see."""
+        self._last_rows = torch.empty(0, dtype=torch.long)
+        """Last row of each request of the running step, whose logits are computed."""
         self._slots: Any = None
         """Slots of the keys and values of the running step's rows."""
         self._dictionaries: dict[str, Any] = {}
@@ -108,7 +112,8 @@ class SchedulerWorker(EngineWorker):
         layers = stream_layers(model, self._run_alone)
         modules = observe(model, self._run_alone, _heads_of)
         self._points = StreamPoints(model, layers, self.failing)
-        modules = modules.with_places(self._points.places).with_quantities(self._look(model))
+        named = dataclasses.replace(self._look(model), logits=self._observed_logits(processor))
+        modules = modules.with_places(self._points.places).with_quantities(named)
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.serve(model, modules)
         secret = secrets.token_bytes(32)
@@ -137,6 +142,16 @@ class SchedulerWorker(EngineWorker):
             return look_at(model, self._run_alone, _heads_of, places, _factor_of)
         finally:
             self._points.wanted = ()
+
+    def _observed_logits(self, processor: nn.Module) -> SampledLogits:
+        """Looks at the logits that the model returns."""
+        part, outputs = "next_token_logits", list[Any]()
+        handle = processor.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            self._run_alone()
+        finally:
+            handle.remove()
+        return SampledLogits("logits_processor", getattr(outputs[0], part).shape[-1], part)
 
     def describe(self) -> dict[str, Any]:
         """Returns what plans may do, or the reason of a refusal."""
@@ -342,7 +357,9 @@ class SchedulerWorker(EngineWorker):
         rows = 0
         with self.failing():
             rows = len(forward_batch.input_ids)
-            self.settle(*_rows(forward_batch))
+            names, counts, positions = _rows(forward_batch)
+            self.settle(names, counts, positions)
+            self._last_rows = torch.tensor(counts, dtype=torch.long).cumsum(0) - 1
             self._slots = forward_batch.out_cache_loc
             self._points.wanted = self._wanted()
         try:
@@ -353,6 +370,12 @@ class SchedulerWorker(EngineWorker):
         for name in self.failures():
             if (req := self._reqs.get(name)) is not None:
                 req.skip_radix_cache_insert = True
+
+    def _gathered(self, rows: int) -> list[GatheredModule]:
+        gathered = super()._gathered(rows)
+        if self._sampled:
+            gathered.append((self._runner.model.logits_processor, self._last_rows, None))
+        return gathered
 
     def _wanted(self) -> frozenset[str]:
         """Returns the hook points that requests of the settled step see."""
