@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.dictionaries import features
+from ferrohook.dictionaries.features import NUMBERS
 from ferrohook.errors import HookTypeError
 from support.dictionaries import (
     D_IN,
@@ -193,8 +194,9 @@ def test_members_of_a_batch_get_what_they_get_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["relu", "topk"])
+@pytest.mark.parametrize("edit", [*NUMBERS, "only_active"])
 def test_members_with_one_dictionary_are_read_once(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, edit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dictionary, sizes = model_of(), dictionary_of(kind), []
     plain = features.encode
@@ -204,7 +206,8 @@ def test_members_with_one_dictionary_are_read_once(
         return plain(formula, weights, x)
 
     monkeypatch.setattr(features, "encode", counted)
-    plans = [fh.Plan(fh.on("0", fh.Feature(dictionary, n, set=5.0))) for n in range(3)]
+    numbers: dict[str, Any] = {edit: 0.5} if edit in NUMBERS else {"add": 0.5, edit: True}
+    plans = [fh.Plan(fh.on("0", fh.Feature(dictionary, n, **numbers))) for n in range(3)]
     requests = [plan.open(model) for plan in plans]
     x = inputs(6, 2)
     with fh.batch({it: slice(2 * n, 2 * n + 2) for n, it in enumerate(requests)}, size=6):
@@ -267,6 +270,24 @@ def test_scopes_and_pickles() -> None:
         changed = model[0](x)
     assert torch.equal(changed, hook.apply(model[0](x)))
     assert not torch.equal(changed, model[0](x))
+
+
+def test_members_of_batches_are_freed() -> None:
+    dictionary, model, last = dictionary_of("relu"), nn.Sequential(Echo()), None
+    seen = []
+    for number in range(10):
+        new = fh.Feature(dictionary, number, set=1.0)
+        seen.append(weakref.ref(new._edit))
+        requests = [
+            fh.Plan(fh.on("0", each)).open(model) for each in (new, last) if each is not None
+        ]
+        with fh.batch({it: slice(n, n + 1) for n, it in enumerate(requests)}, size=len(requests)):
+            model(inputs(len(requests)))
+        last = new
+    del new, requests
+    gc.collect()
+    assert [reference() is not None for reference in seen] == [False] * 9 + [True]
+    assert last is not None
 
 
 def test_a_dictionary_is_freed_with_its_features() -> None:

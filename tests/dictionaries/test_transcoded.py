@@ -279,6 +279,21 @@ def test_only_plans_change_features_of_transcoders() -> None:
         fh.on(WRITES, hook, phase="forward_pre")
 
 
+def test_calls_that_read_and_do_not_write_leave_little() -> None:
+    class Skipping(Tokens):
+        def forward(self, input_ids: Tensor, *, whole: bool = True) -> Tensor:
+            return super().forward(input_ids) if whole else self[0](input_ids)
+
+    own = transcoder(width=D_IN, reads="0", writes="1")
+    x = torch.randn(1, LENGTH, D_IN)
+    skipping = Skipping(Echo(), Echo())
+    with fh.Plan(fh.on("1", fh.Feature(own, 3, set=2.0))).open(skipping) as request:
+        for _ in range(100):
+            skipping(x, whole=False)
+        torch.testing.assert_close(skipping(x), x + change(own, 3, 2.0, x))
+    assert [len(each) for each in request.transcoded.values()] == [63]
+
+
 def test_json() -> None:
     own = transcoder(name="t")
     plan = fh.Plan(fh.on(WRITES, fh.Feature(own, [3, 9], set=5.0), at="generated", strength=0.5))

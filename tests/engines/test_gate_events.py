@@ -50,17 +50,22 @@ def test_values_go_with_the_next_event_of_their_choice() -> None:
     found = joined(
         [({}, first), ({0: values(0, 1), 1: values(7)}, first), ({0: values(2)}, second), ({}, END)]
     )
-    own = [json.loads(it.removeprefix("data: ").partition("\n")[0]) for it in found[1:4]]
+    own = [json.loads(it.removeprefix("data: ")) for it in found[1:4]]
     assert found[0] == first
     assert [it["choices"][0][GATES] for it in own] == [values(0, 1), values(7), values(2)]
     assert [it["choices"][0]["text"] for it in own] == ["é", "é", ""]
-    assert found[4:] == []
-    assert found[3].endswith(END)
+    assert [it["id"] for it in own] == ["a"] * 3
+    assert found[4:] == [END]
 
 
 def test_none_come_after_an_error() -> None:
     failed = event(error={"message": "NaN"})
-    assert joined([({0: values(1)}, failed), ({}, END)])[1] == END
+    assert joined([({0: values(1)}, failed), ({}, END)]) == [failed, END]
+
+
+def test_an_event_may_have_no_choices() -> None:
+    usage = event(choices=None)
+    assert joined([({0: values(1)}, usage)]) == [usage]
 
 
 def test_an_answer_that_is_left_is_closed() -> None:

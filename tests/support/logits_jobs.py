@@ -23,6 +23,8 @@ def plan_of(rng: random.Random) -> fh.Plan:
     """A plan that reads the logits, and may steer the next token by them."""
     ids = rng.sample(range(VOCABULARY), 3)
     reading = rng.choice([fh.TokenProbability(ids), fh.MaxProbability(), fh.Entropy()])
+    over: Any
+    at: Any
     over, at = rng.choice(
         [
             *((over, ALL) for over in ("token", "so_far", "prompt", fh.window(2), fh.ema(0.6))),

@@ -61,7 +61,8 @@ class _Events:
         self.proof = found if self.proof is None else self.proof
         if not event.get("choices"):  # the usage alone
             return None
-        self._last = {**self._last, **event}
+        if event.get("object") != GATES:  # which has no text
+            self._last = event
         choice = event["choices"][0]
         piece = choice["delta"].get("content") if self._chat else choice["text"]
         self._finish_reason = choice.get("finish_reason") or self._finish_reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -126,8 +127,10 @@ class _Edit:
         absent = {name: tables[name] == it for name, it in NUMBERS.items()}
         absent["set"] = tables["set"].isnan()
         absent |= {"only_active": ~tables["only_active"], "changed": tables["changed"]}
-        self._used = [name for name, each in absent.items() if not bool(each.all())]
-        """Tables that make a difference."""
+        self._used = {name for name, each in absent.items() if not bool(each.all())}
+        """Tables that make a difference, with those that act beside them."""
+        for beside in ({"scale", "add"}, {"low", "high"}):
+            self._used |= beside if self._used & beside else set()
         self._sets_all = not bool(absent["set"].any())
         self.joined = lru_cache(maxsize=4)(self._joined)
         """`_joined`, which makes the changes of a batch that begins with this one once."""
@@ -144,8 +147,12 @@ class _Edit:
         return self._changed(x, flat, self._read.columns(flat))
 
     @staticmethod
-    def _joined(edits: tuple[_Edit, ...]) -> _Edit:
-        """Returns the changes of several members, of features of one dictionary, as one."""
+    def _joined(references: tuple[weakref.ref[_Edit], ...]) -> _Edit:
+        """Returns the changes of several members, of features of one dictionary, as one.
+
+        The cache of one must not keep the others, nor itself.
+        """
+        edits = [cast("_Edit", reference()) for reference in references]
         index = sorted({feature for edit in edits for feature in edit._index})
         places = {feature: place for place, feature in enumerate(index)}
         absent = NUMBERS | dict.fromkeys(_MARKS, False)
@@ -215,9 +222,9 @@ class _Edit:
         if self._sets_all:
             return own["set"]
         new = values
-        if "scale" in self._used or "add" in self._used:
+        if "scale" in self._used:
             new = new * own["scale"] + own["add"]
-        if "low" in self._used or "high" in self._used:
+        if "low" in self._used:
             new = new.clamp(own["low"], own["high"])
         return torch.where(own["set"].isnan(), new, own["set"]) if "set" in self._used else new
 
@@ -236,8 +243,8 @@ class Feature(Intervention):
     takes the place of none.
 
     Features of a transcoder are read where it reads, and change what it writes, at the place of the
-    entry: `x + (new - f) * row` for the `x` there. Only a plan can do that: at one place, of tokens
-    whose positions are known.
+    entry: `x + (new - f) * row` for the `x` there. Only a plan can do that: at one place, which
+    runs after the one that is read, of tokens whose positions are known.
 
     `new` is `set`; or `scale * f + add`, at least `low` and at most `high`.
 
@@ -364,7 +371,8 @@ class Feature(Intervention):
             members: number of each row's member; None if each has one row.
             dim: dimension of the rows.
         """
-        return self._edit.joined(tuple(hook._edit for hook in hooks)).of_members(x, members, dim)
+        joined = self._edit.joined(tuple(weakref.ref(hook._edit) for hook in hooks))
+        return joined.of_members(x, members, dim)
 
     def at_part(self, output_index: OutputIndex) -> Self:  # noqa: D102 (see the base)
         made: Self = _feature(type(self), self.values, output_index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.never_trace import never_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     """Row and position of each token, id of the sequences, lengths of the prompts."""
 
 
+_MOST_PENDING: Final = 64
+"""Calls of a request at a time between the two places of a transcoder."""
+
+
 class TranscodedRequest(Protocol):
     """A request whose plan changes features of transcoders."""
 
-    transcoded: dict[tuple[int, int], tuple[TokensOfCall, Tensor]]
-    """Changes of features that a running call has read and not written, with their tokens; by the
-    number of the entry and the id of the sequences."""
+    transcoded: Mapping[int, dict[int, tuple[TokensOfCall, Tensor]]]
+    """Changes of features that a running call has read and not written, with their tokens: by the
+    number of the entry, and the id of the sequences."""
 
 
 class TranscodedFeature:
@@ -73,7 +77,10 @@ class TranscodedFeature:
         if self._reads.multiplier != 1:
             x = x * self._reads.multiplier
         change = self._feature._edit.change_of(x.to(computed_in(x)))
-        request.transcoded[self._number, tokens[2]] = tokens, change
+        pending = request.transcoded[self._number]
+        pending[tokens[2]] = tokens, change
+        for sequences in [*pending][:-_MOST_PENDING]:  # of calls that did not come to the end
+            pending.pop(sequences, None)
 
     def write(
         self, request: TranscodedRequest, value: Any, places: Tensor, tokens: TokensOfCall
@@ -84,7 +91,7 @@ class TranscodedFeature:
             HookError: they were not read in this call.
             HookTypeError: the tensor is not as wide as what the transcoder writes.
         """
-        read, change = request.transcoded.pop((self._number, tokens[2]), (None, None))
+        read, change = request.transcoded[self._number].pop(tokens[2], (None, None))
         if change is None or read != tokens:
             msg = (
                 f"{self._feature!r} changes {self._writes.shown} by features of the same tokens at "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ferrohook.gates.streaming import GateValues
 
 _DATA: Final = "data: {"
+_HEAD: Final = ("id", "created", "model")
 _END: Final = "data: [DONE]"
 
 
@@ -23,6 +24,8 @@ class AnswerGates:
 
     def __init__(self) -> None:
         self._waiting: dict[int, GateValues] = {}
+        self._head: dict[str, Any] = {}
+        """What all events of the answer have."""
 
     def add(self, index: int, values: GateValues) -> None:
         """Adds values of a choice."""
@@ -36,23 +39,28 @@ class AnswerGates:
         """Yields the events of an answer with the values in their choices."""
         async with contextlib.aclosing(events):
             async for event in events:
+                if self._waiting and event.startswith(_END):
+                    yield self._left()
                 yield self._joined(event) if self._waiting else event
 
+    def _left(self) -> str:
+        """Returns an event with the values of choices whose own events all came before them."""
+        choices = [
+            {"index": index, "text": "", "delta": {}, GATES: values}
+            for index, values in sorted(self._waiting.items())
+        ]
+        self._waiting.clear()
+        return f"data: {json.dumps({'object': GATES, **self._head, 'choices': choices})}\n\n"
+
     def _joined(self, event: str) -> str:
-        if event.startswith(_END):  # no event of the choice came after the values
-            choices = [
-                {"index": index, "text": "", "delta": {}, GATES: values}
-                for index, values in sorted(self._waiting.items())
-            ]
-            self._waiting.clear()
-            return f"data: {json.dumps({'object': GATES, 'choices': choices})}\n\n{event}"
         if not event.startswith(_DATA):
             return event
         data, end, rest = event.removeprefix("data: ").partition("\n")
         content: dict[str, Any] = json.loads(data)
         if "error" in content:
             self._waiting.clear()
-        for choice in content.get("choices", ()):
+        self._head = {name: content[name] for name in _HEAD if name in content}
+        for choice in content.get("choices") or ():
             if values := self.take(choice["index"]):
                 choice[GATES] = values
         return f"data: {json.dumps(content)}{end}{rest}"

@@ -50,8 +50,8 @@ class EngineWorker:
 
     An engine derives from it, and answers where its rows, positions and requests are: it calls
     `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, `sampling`
-    if its gates read logits, `failures` behind it, and `reconcile` or `retire`. One thread admits
-    at a time; another one may run steps.
+    where it computes logits after the forward, `failures` behind it, and `reconcile` or `retire`.
+    One thread admits at a time; another one may run steps.
 
     Args:
         capabilities: of the engine.

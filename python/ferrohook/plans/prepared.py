@@ -93,8 +93,8 @@ class _Contents:
         self.gates: dict[str, GateReader] = {}
         self.stops = False
         """True if a `stop` may end a request."""
-        self.transcodes = False
-        """True if features of a transcoder change."""
+        self.transcodes: list[int] = []
+        """Entries that change features of a transcoder."""
         self.guard: HookHandle | None = None
         """Runs as the model is called."""
         # Read by the core when a request ends. True once every hook has fired, or once a warning
@@ -266,7 +266,7 @@ class Prepared:
                 **options,
             )
             self._contents.handles.append((own_name, handle))
-        self._contents.transcodes = True
+        self._contents.transcodes.append(number)
 
     def _capture(
         self, model: nn.Module, number: int, entry: KeepEntry, found: list[dict[str, Place]]
@@ -363,7 +363,7 @@ class Prepared:
         if self._contents.gates:
             request.gates = GateStates()
         if self._contents.transcodes:
-            request.transcoded = {}
+            request.transcoded = {number: {} for number in self._contents.transcodes}
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -445,8 +445,8 @@ class Request(RequestBase, Scope):
     """Sequences that its calls ran, for a plan with positions."""
     gates: GateStates
     """Readings of its gates, for a plan with some."""
-    transcoded: dict[tuple[int, int], tuple[TokensOfCall, Tensor]]
-    """Changed features that a call has read, of a plan with some, see `TranscodedFeature`."""
+    transcoded: Mapping[int, dict[int, tuple[TokensOfCall, Tensor]]]
+    """Changed features that a call has read, of a plan with some, see `TranscodedRequest`."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2

@@ -13,7 +13,7 @@ CAPABILITIES: Final = Capabilities(
     tried=("0.5.23",),
     served=(
         "interventions and captures of a request, at positions",
-        "any module that runs once per forward, gates, conditions, stop() and routes",
+        "any module that runs once per forward, gates, stop() and routes",
         "features of uploaded dictionaries",
         "chunked prompts, mixed chunks, the radix cache, retraction, aborts, overlap scheduling",
         "in process, and over HTTP through custom_params",

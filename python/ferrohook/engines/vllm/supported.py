@@ -14,7 +14,7 @@ CAPABILITIES: Final = Capabilities(
     tried=("0.32", "0.33"),
     served=(
         "interventions and captures of a request, at positions",
-        "eager engines: any module that runs once per forward, gates, conditions, stop() and routes",
+        "eager engines: any module that runs once per forward, gates, stop() and routes",
         "eager engines: features of uploaded dictionaries",
         "compiled engines: Add, sites_kinds and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",

@@ -248,10 +248,7 @@ class RunnerWorker(EngineWorker):
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
         if payload["streams"]:
-            # A preempted request begins anew, and its client has the first values.
-            resumed = self._finished.get(payload["key"])
-            stream = None if resumed is None else resumed.gate_stream
-            self.requests[request_id].stream_gates(stream or GateStream())
+            self.requests[request_id].stream_gates(GateStream())
         self._forget(payload["key"])
 
     def _read(self, payload: Mapping[str, Any]) -> Plan:
