@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "engines.md"
 WIDTH, NEW = 8, 5
-UNGUARDED = {"running", "failing", "guarded", "_fail_all", "fail", "state", "failures", "reason_of"}
+UNGUARDED = {
+    "running",
+    "_serving",
+    "failing",
+    "guarded",
+    "_fail_all",
+    "fail",
+    "state",
+    "failures",
+    "reason_of",
+}
 """Functions that put the guards around the rest, and functions that run after a fault."""
 
 

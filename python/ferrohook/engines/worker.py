@@ -257,7 +257,7 @@ class EngineWorker:
             return
         if self._in_step:
             self.steps += 1
-        with self._serving(self._in_step, rows, self._dim, self._gathered(rows)):
+        with self._serving(self._in_step, rows):
             yield
         self._in_step = []
         with self.failing():
@@ -281,22 +281,18 @@ class EngineWorker:
         if not sampled:
             yield
             return
-        with self._serving(sampled, rows, 0, []):
+        with self._serving(sampled, rows, logits=True):
             yield
 
     @contextlib.contextmanager
     def _serving(
-        self,
-        members: Sequence[tuple[EngineRequest, Span]],
-        rows: int,
-        dim: int,
-        gathered: list[GatheredModule],
+        self, members: Sequence[tuple[EngineRequest, Span]], rows: int, *, logits: bool = False
     ) -> Iterator[None]:
-        """Enters a batch of requests, and notes which of them it ended."""
+        """Enters a batch of requests, and notes which it ended; `logits`: its rows are logits."""
         around = contextlib.ExitStack()
         requests = [request for request, _ in members]
         with self.failing(requests):
-            self._enter(around, members, rows, dim, gathered)
+            self._enter(around, members, rows, logits=logits)
         try:
             yield
         except BaseException:
@@ -317,13 +313,14 @@ class EngineWorker:
         around: contextlib.ExitStack,
         in_batch: Sequence[tuple[EngineRequest, Span]],
         rows: int,
-        dim: int,
-        gathered: list[GatheredModule],
+        *,
+        logits: bool,
     ) -> None:
         """Enters a batch; requests that cannot be in it fail."""
         while members := [each for each in in_batch if each[0].failure is None]:
             opened = [(cast("Request", request.opened), span) for request, span in members]
             try:
+                dim, gathered = (0, []) if logits else (self._dim, self._gathered(rows))
                 batch = batch_of_step(opened, dim, rows, gathered)
                 batch.__enter__()
             except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 UNGUARDED = {
     *("_queueing", "take_request", "_aborting", "_processing", "_limiting", "_batched"),
-    *("_forwarding", "_answering", "forward", "running", "failing", "guarded", "_fail_all"),
+    *(
+        "_forwarding",
+        "_answering",
+        "forward",
+        "running",
+        "_serving",
+        "failing",
+        "guarded",
+        "_fail_all",
+    ),
     *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_failed"),
     *("state", "_abort"),
 }

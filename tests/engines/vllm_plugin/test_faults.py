@@ -23,7 +23,18 @@ NEW = 3
 UNGUARDED = {
     *("made", "_updating", "_outputting", "_finishing", "_aborting", "_tell", "_end", "_named"),
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
-    *("take_request", "running", "failing", "guarded", "_fail_all", "fail", "state", "failures"),
+    *(
+        "take_request",
+        "running",
+        "_serving",
+        "computing",
+        "failing",
+        "guarded",
+        "_fail_all",
+        "fail",
+        "state",
+        "failures",
+    ),
     *("reason_of", "_mark", "get_output"),
 }
 _numbers = itertools.count(1)
