@@ -63,6 +63,13 @@ def gated(**options: Any) -> Any:
     return fh.gate("g", what, reading, **{"at": "generated", **options})
 
 
+WATCHED = fh.Plan(
+    gated(at=ALL),
+    fh.gate("early", "model.layers.1", fh.Norm()),
+    fh.keep("@gate.g"),
+    fh.keep("@gate.early"),
+)
+"""A plan that reads a layer and the logits."""
 REFUSED = [
     (gated(at=None), "gate 'g' reads @logits at at=None.*only from the last token of the prom"),
     (gated(at=None, over="prompt"), "give the gate at='generated'"),

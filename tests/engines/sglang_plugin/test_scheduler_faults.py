@@ -15,6 +15,7 @@ from ferrohook.engines.sglang import worker as worker_module
 from support.engine_scenes import NEW, PROMPT, VECTOR, new_jobs, steering
 from support.engines import Job
 from support.faults import NOWHERE, Injector
+from support.logits_jobs import WATCHED
 from support.serving import EOS
 from support.sglang_engine import abort, answer_of, answers, request
 
@@ -33,8 +34,8 @@ UNGUARDED = {
         "guarded",
         "_fail_all",
     ),
-    *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_failed"),
-    *("state", "_abort"),
+    *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_early"),
+    *("state", "_abort", "_taken", "__getitem__", "part_of"),
 }
 
 
@@ -49,10 +50,13 @@ def serve(local: Local, model: Any, injector: Injector) -> None:
         had_fault = injector.where != NOWHERE
         jobs = new_jobs()
         sent = [request(f"{round_} {name}.", job.prompt, job.plan) for name, job in jobs.items()]
+        sent.append(request(f"{round_} watched.", PROMPT, WATCHED, stream=True))
         gone = request(f"{round_} gone.", PROMPT, steering().plan)
         with injector.here():
             local.serve([sent, [gone], [abort(f"{round_} gone.")], []])
         found = answers(local.sent)
+        watched = found[f"{round_} watched."]["finish"]
+        assert watched["type"] != "abort" or injector.where in watched["message"]
         for name, job in jobs.items():
             answer = found[f"{round_} {name}."]
             if had_fault or job.plan is None or answer["finish"]["type"] != "abort":

@@ -12,10 +12,14 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.vllm import worker as worker_module
+from ferrohook.engines.vllm.requests import streams
+from ferrohook.engines.wire import GATES, NAME
 from support.engine_scenes import PROMPT, VECTOR, new_jobs
 from support.engines import Job
 from support.faults import NOWHERE, Injector
+from support.logits_jobs import WATCHED
 from support.vllm_engine import EOS, Answer, sampling, start, state, stop
 
 pytestmark = pytest.mark.v2
@@ -23,18 +27,8 @@ NEW = 3
 UNGUARDED = {
     *("made", "_updating", "_outputting", "_finishing", "_aborting", "_tell", "_end", "_named"),
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
-    *(
-        "take_request",
-        "running",
-        "_serving",
-        "computing",
-        "failing",
-        "guarded",
-        "_fail_all",
-        "fail",
-        "state",
-        "failures",
-    ),
+    *("take_request", "running", "_serving", "computing", "gate_values", "failing", "guarded"),
+    *("_fail_all", "fail", "state", "failures"),
     *("reason_of", "_mark", "get_output"),
 }
 _numbers = itertools.count(1)
@@ -61,12 +55,20 @@ def serve(llm: Any, model: Any, injector: Injector) -> None:
         jobs = {f"{next(_numbers)} {name}": job for name, job in new_jobs().items()}
         for name, job in jobs.items():
             engine.add_request(name, {"prompt_token_ids": job.prompt}, sampling(job.plan, NEW))
+        watched = f"{next(_numbers)} watched"
+        streams[watched] = gates = AnswerGates()
+        extra = {NAME: WATCHED.to_json(), GATES: watched}
+        params = sampling(None, NEW, extra_args=extra)
+        engine.add_request(watched, {"prompt_token_ids": [5, 6, 7]}, params)
         outputs: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             with injector.here():
                 found = engine.step()
             outputs |= {output.request_id: output for output in found if output.finished}
-        assert outputs.keys() == jobs.keys(), injector.where
+        assert outputs.keys() == {*jobs, watched}, injector.where
+        (text,) = outputs[watched].outputs
+        assert text.finish_reason != "error" or injector.where in text.stop_reason
+        assert gates.take(0) or had_fault or injector.where != NOWHERE
         for name, job in jobs.items():
             try:
                 answer = answer_of(llm, job, outputs[name])

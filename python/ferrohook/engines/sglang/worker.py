@@ -296,14 +296,34 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook_rereads = read.reaches_back
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
-        if req.stream:
-            _stream_gates(req, self.requests[name])
         # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
         req.ferrohook = name
         if salt is not None:
             req.cache_salt = salt
+        if req.stream:
+            self._stream_gates(req, self.requests[name])
+
+    def _stream_gates(self, req: Any, request: EngineRequest) -> None:
+        """Has the values of a request's kept gates go with the tokens that its client reads."""
+        stream, prompt = GateStream(), len(req.origin_input_ids)
+        request.stream_gates(stream)
+        if request.gate_stream is None:
+            return
+
+        def part_of(tokens: slice) -> GateValues:
+            # The last token runs in the next step, which the overlap may have run already.
+            end = prompt + tokens.stop - 1
+            return self._taken(request, stream, end) if tokens.stop > tokens.start else {}
+
+        req.customized_info = {**(req.customized_info or {}), GATES: _Parts(part_of)}
+
+    def _taken(self, request: EngineRequest, stream: GateStream, end: int) -> GateValues:
+        """Takes values of a request's gates, where SGLang reads what goes with its tokens."""
+        with self.failing([request]):
+            return stream.take(end)
+        return {}
 
     def _named(self, data: Any) -> UploadsOfPlan:
         """Reads the uploads that a plan names: vectors, and the digests of dictionaries.
@@ -415,14 +435,9 @@ class SchedulerWorker(EngineWorker):
         """
         for req in reqs:
             request = self.requests.get(getattr(req, "ferrohook", None) or "")
-            if request is None or req.finished():
-                continue
-            if request.state == "ended":
-                if len(req.output_ids) >= request.valid:
-                    req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
-            elif (stopped := request.stopped) and len(req.output_ids) >= request.answered:
-                req.to_finish = _matched(stopped.gate)
-                req.sampling_params.no_stop_trim = True  # a text may contain the gate's name
+            if request is not None and not req.finished():
+                with self.failing([request]):
+                    _end_early(req, request)
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -454,8 +469,18 @@ class SchedulerWorker(EngineWorker):
         data = self.packed_captures(request, tokens)
         info = {**(req.customized_info or {}), FIELD: _Parts(lambda _tokens: data)}
         if (stream := request.gate_stream) is not None:
-            info[GATES] = _Parts(lambda _tokens: stream.take(tokens - 1))
+            info[GATES] = _Parts(lambda _tokens: self._taken(request, stream, tokens - 1))
         req.customized_info = info
+
+
+def _end_early(req: Any, request: EngineRequest) -> None:
+    """Ends a request whose plan failed or stops it; see `SchedulerWorker.end_early`."""
+    if request.state == "ended":
+        if len(req.output_ids) >= request.valid:
+            req.to_finish = _abort(request.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    elif (stopped := request.stopped) and len(req.output_ids) >= request.answered:
+        req.to_finish = _matched(stopped.gate)
+        req.sampling_params.no_stop_trim = True  # a text may contain the gate's name
 
 
 class _Parts:
@@ -475,20 +500,6 @@ class _Parts:
         count = tokens.stop - tokens.start
         part = self._part_of(tokens)
         return [None] * (count - 1) + [part] if part else [None] * count
-
-
-def _stream_gates(req: Any, request: EngineRequest) -> None:
-    """Has the values of a request's kept gates go with the tokens that its client reads."""
-    stream, prompt = GateStream(), len(req.origin_input_ids)
-    request.stream_gates(stream)
-    if request.gate_stream is None:
-        return
-
-    def part_of(tokens: slice) -> GateValues | None:
-        # The last token runs in the next step, which the overlap may have run already.
-        return stream.take(prompt + tokens.stop - 1) if tokens.stop > tokens.start else None
-
-    req.customized_info = {**(req.customized_info or {}), GATES: _Parts(part_of)}
 
 
 def _abort(reason: str, status: HTTPStatus) -> Any:

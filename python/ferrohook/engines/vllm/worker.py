@@ -290,8 +290,13 @@ class RunnerWorker(EngineWorker):
 
     def gate_values(self) -> dict[str, GateValues]:
         """Returns the values of gates that clients read along, by request, each value once."""
-        streams = {name: each.gate_stream for name, each in self.requests.items()}
-        return {name: values for name, it in streams.items() if it and (values := it.take())}
+        found = {}
+        for name, request in [*self.requests.items()]:
+            if (stream := request.gate_stream) is not None:
+                with self.failing([request]):
+                    if values := stream.take():
+                        found[name] = values
+        return found
 
     def _agree(self) -> None:
         if self._ranks is not None and self.requests:  # alike on all ranks
