@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("safetensors")
+pytest.importorskip("fastapi", reason="plan_of is in the group service")
 
 import ferrohook as fh
 from ferrohook.engines.admission import Admission
