@@ -56,7 +56,7 @@ def kept(*entries: Any, what: str = WRITES) -> Tensor:
 
 
 def change(own: fh.Dictionary, index: int, new: float, x: Tensor) -> Tensor:
-    """What setting a feature adds where it writes."""
+    """Vectors that setting a feature adds where it writes."""
     value = own.encode(x)[..., index, None]
     return (new - value) * own.weights.tensors["W_dec"][index]
 

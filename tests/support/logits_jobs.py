@@ -57,6 +57,22 @@ def values_alone(model: Any, plan: fh.Plan, prompt: list[int], text: list[int]) 
     return values
 
 
+SURE = fh.Plan(
+    fh.gate("sure", "@logits", fh.MaxProbability(), at=ALL),
+    fh.keep("@gate.sure"),
+)
+"""A plan that keeps the probability of each next token."""
+
+
+def stops_at(values: Tensor) -> dict[str, fh.Plan]:
+    """Plans that end an answer at tokens, by `stops-` and their number; `values`: `SURE`'s."""
+    plans: dict[str, fh.Plan] = {}
+    for place, value in enumerate(values.tolist()):
+        if value > float(values[:place].max() if place else 0) + 1e-4:
+            plans[f"stops-{place}"] = SURE + fh.Plan(fh.stop(when=fh.above("sure", value - 5e-5)))
+    return plans
+
+
 def gated(**options: Any) -> Any:
     """A gate at the logits."""
     what, reading = options.pop("what", "@logits"), options.pop("reading", fh.MaxProbability())

@@ -37,13 +37,12 @@ NUMBERS: Final[dict[str, float]] = {
 _OF_VALUES: Final = ("set", "add", "low", "high")
 """Numbers in the unit of a feature's values."""
 _MARKS: Final = ("only_active", "changed")
+"""Marks of each feature by name, see `_Edit`."""
 _NOTHING: Final = contextlib.nullcontext()
 UNITS: Final = ("raw", "max")
 """Units of a feature's values: its own, and its largest known one."""
 _STAND_IN: Final = torch.zeros(1, 1)
 """The vector that native code asks for and the formula does not need. It has no width."""
-
-
 ONLY_IN_PLANS: Final = (
     "features of a transcoder are read at one place and changed at another, which only a plan "
     "does: fh.Plan(fh.on(dictionary.writes, fh.Feature(...)))"

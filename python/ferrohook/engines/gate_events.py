@@ -25,7 +25,7 @@ class AnswerGates:
     def __init__(self) -> None:
         self._waiting: dict[int, GateValues] = {}
         self._head: dict[str, Any] = {}
-        """What all events of the answer have."""
+        """Fields that all events of the answer share, once one with values has come."""
 
     def add(self, index: int, values: GateValues) -> None:
         """Adds values of a choice."""

@@ -12,7 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
 import ferrohook as fh
 from ferrohook.engines import sglang
-from support.logits_jobs import ALL, REFUSED, gated, plan_of, values_alone
+from support.logits_jobs import REFUSED, SURE, gated, plan_of, stops_at, values_alone
 from support.sglang_engine import request
 
 if TYPE_CHECKING:
@@ -49,15 +49,10 @@ def test_gates_read_the_logits_that_the_request_has_alone(llama: Any, local: Loc
 
 
 def test_a_stop_ends_the_answer_with_the_token_that_the_gate_read(local: Local) -> None:
-    gate = fh.gate("sure", "@logits", fh.MaxProbability(), at=ALL)
-    watch = fh.Plan(gate, fh.keep("@gate.sure"))
-    plain = local.run([[request("plain", PROMPT, watch, NEW, params=ON)]])["plain"]
+    plain = local.run([[request("plain", PROMPT, SURE, NEW, params=ON)]])["plain"]
     values = sglang.activations(plain).acts["@gate.sure"]
     assert len(values) == NEW
-    plans: dict[str, Any] = {"other": None}
-    for place, value in enumerate(values.tolist()):
-        if value > float(values[:place].max() if place else 0) + 1e-4:
-            plans[f"stops-{place}"] = watch + fh.Plan(fh.stop(when=fh.above("sure", value - 5e-5)))
+    plans = {"other": None, **stops_at(values)}
     assert len(plans) > 2
     sent = [request(name, PROMPT, plan, NEW, params=ON) for name, plan in plans.items()]
     outputs = local.run([sent])

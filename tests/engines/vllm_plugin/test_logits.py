@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import ferrohook as fh
 from ferrohook.engines import vllm
-from support.logits_jobs import ALL, REFUSED, plan_of, values_alone
+from support.logits_jobs import ALL, REFUSED, SURE, plan_of, stops_at, values_alone
 from support.vllm_engine import sampling, serve_at_once, start, stop
 
 if TYPE_CHECKING:
@@ -64,15 +64,10 @@ def test_gates_read_the_logits_that_the_request_has_alone(
 
 @pytest.mark.v2
 def test_a_stop_ends_the_answer_with_the_token_that_the_gate_read(llm: Any) -> None:
-    gate = fh.gate("sure", "@logits", fh.MaxProbability(), at=ALL)
-    watch = fh.Plan(gate, fh.keep("@gate.sure"))
-    plain = serve_at_once(llm, {"plain": watch}, prompt=PROMPT, new_tokens=NEW)["plain"]
+    plain = serve_at_once(llm, {"plain": SURE}, prompt=PROMPT, new_tokens=NEW)["plain"]
     values = vllm.activations(llm, plain).acts["@gate.sure"]
     assert len(values) == NEW
-    plans: dict[str, Any] = {"other": None}
-    for place, value in enumerate(values.tolist()):
-        if value > float(values[:place].max() if place else 0) + 1e-4:
-            plans[f"stops-{place}"] = watch + fh.Plan(fh.stop(when=fh.above("sure", value - 5e-5)))
+    plans = {"other": None, **stops_at(values)}
     assert len(plans) > 2
     outputs = serve_at_once(llm, plans, prompt=PROMPT, new_tokens=NEW)
     whole = [*plain.outputs[0].token_ids]

@@ -168,11 +168,7 @@ class NamedTensors:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
-        return {
-            "table": self.table.to_json(),
-            "heads": {**self.heads},
-            "logits": self.logits,
-        }
+        return {"table": self.table.to_json(), "heads": {**self.heads}, "logits": self.logits}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> NamedTensors:

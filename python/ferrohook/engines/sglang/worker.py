@@ -484,7 +484,7 @@ def _end_early(req: Any, request: EngineRequest) -> None:
 
 
 class _Parts:
-    """What goes with the tokens of an answer, in place of SGLang's list of a value for each.
+    """Captures or values that go with the tokens of an answer, in place of SGLang's list.
 
     SGLang takes a slice for each output. The last one may have no token: a plan may end a request
     after its last token was sent.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StepReport(NamedTuple):
-    """What a step found out about requests with a plan, by their ids."""
+    """Results of a step for requests with a plan, by their ids."""
 
     failed: dict[str, str]
     """Those whose plans failed, and why."""
