@@ -432,7 +432,7 @@ def test_a_process_ends_without_closing() -> None:
 from ferrohook.service import Batcher
 def split(output, rows):
     time.sleep(0.1)  # the main thread has ended when the next is taken
-    print(output[rows].item())
+    print(f"{output[rows].item()}\\n", end="")  # one write: workers print at the same time
 batcher = Batcher(torch.nn.Identity(), torch.cat, split, max_requests=1, max_wait=0, workers=2)
 for number in range(5):
     batcher.submit(torch.full((1,), number))
