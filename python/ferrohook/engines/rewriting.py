@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ferrohook.tokens.positions import At
 
 _NO_ROUTES: Final = "a compiled engine chooses no other experts: start it with enforce_eager=True"
-_NO_GATES: Final = (
-    "a compiled engine evaluates no gates, conditions and strengths: start it with "
-    "enforce_eager=True"
+_NO_INPUTS: Final = (
+    "a compiled engine serves one tensor of each site, of its output: leave out inputs and "
+    "output_index, or start it with enforce_eager=True"
 )
 _CROSSING: Final = {
     "at function": "at= is a function, but plans are sent between processes as JSON",
@@ -47,9 +47,6 @@ _CROSSING: Final = {
 }
 _TOKENS_AND_CHOSEN: Final = 2
 """Dimensions of ids of one sequence."""
-_NO_FEATURES: Final = (
-    "a compiled engine reads no features of dictionaries: start it with enforce_eager=True"
-)
 _FIXED: Final = "{} is one tensor at a fixed place: leave out inputs and output_index"
 _LOGITS: Final = f"{SIGN}logits"
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
@@ -58,8 +55,8 @@ EAGER: Final = BackEnd(
 )
 """Of engines that evaluate Python in each step."""
 COMPILED: Final = BackEnd(
-    _KEPT | CHANGES,
-    _CROSSING | dict.fromkeys(GATES, _NO_GATES) | {"features": _NO_FEATURES, "route": _NO_ROUTES},
+    EAGER.serves - {"inputs", "output_index", "route"},
+    _CROSSING | {"inputs": _NO_INPUTS, "output_index": _NO_INPUTS, "route": _NO_ROUTES},
 )
 """Of engines whose graphs have sites."""
 
@@ -90,8 +87,6 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
         except ValueError as error:
             msg = f"entries[{number}]: {error}"
             raise ValueError(msg) from None
-    if modules.compiled:
-        _check_positions(entries, modules)
     return Plan(*entries)
 
 
@@ -333,56 +328,13 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Entr
     return [_with_index(entry, names, index) for index, names in groups.items()]
 
 
-def _check_positions(entries: Sequence[Entry], modules: ModuleTable) -> None:
-    ats: dict[str, Any] = {}
-    kept: set[str] = set()
-    latest: dict[str, int] = {}
-    kinds = ["Add", *modules.kinds]
-    for entry in entries:
-        at: Any = entry.at
-        what: Any = entry.what  # a list, as rewritten
-        names = [*map(modules.path_of, what)]
-        if not isinstance(entry, HookEntry):
-            kept.update(names)
-            continue
-        for name in names:
-            if name in kept:
-                msg = (
-                    f"the plan keeps {name!r} before it changes it, but a compiled engine always "
-                    "keeps after all changes"
-                )
-                raise ValueError(msg)
-            if ats.setdefault(name, at) != at:
-                msg = (
-                    f"the plan changes {name!r} at different positions, but a compiled engine "
-                    "supports only one at= per module"
-                )
-                raise ValueError(msg)
-            place = kinds.index(type(entry.hook).__name__)
-            if place < latest.get(name, 0) or (place and place == latest.get(name)):
-                msg = (
-                    f"the plan's changes of {name!r} do not fit this compiled engine, which "
-                    f"applies {', '.join(kinds)} in this order"
-                )
-                raise ValueError(msg)
-            latest[name] = place
-
-
 def _check(entry: Entry, modules: ModuleTable) -> None:
     """Validates that an engine serves an entry.
 
     Raises:
         ValueError: it does not.
     """
-    reason = (COMPILED if modules.compiled else EAGER).refusal(entry)
-    if reason is None and modules.compiled and isinstance(entry, HookEntry):
-        kinds, kind = ["Add", *modules.kinds], type(entry.hook).__name__
-        if kind not in kinds:
-            reason = (
-                f"this compiled engine only supports {', '.join(kinds)}: add {kind} to sites_kinds "
-                "in its additional_config"
-            )
-    if reason is not None:
+    if (reason := (COMPILED if modules.compiled else EAGER).refusal(entry)) is not None:
         raise ValueError(reason)
 
 

@@ -8,8 +8,8 @@
 from ferrohook.rows.batches import Batch as Batch
 from ferrohook.rows.batches import batch as batch
 from ferrohook.rows.generation import generating as generating
-from ferrohook.rows.site_tables import Sites as Sites
-from ferrohook.rows.site_tables import sites as sites
+from ferrohook.rows.laying import sites as sites
+from ferrohook.rows.sites import Sites as Sites
 
 __all__ = ["Batch", "Sites", "batch", "generating", "sites"]
 

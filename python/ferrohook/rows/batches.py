@@ -16,12 +16,12 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsEr
 from ferrohook.names.select import select
 from ferrohook.plans import Request
 from ferrohook.registration.scopes import Scope
-from ferrohook.rows.site_tables import open_sites
+from ferrohook.rows.sites import open_sites
 from ferrohook.util.arguments import at_least, expect
 
 if TYPE_CHECKING:
     from ferrohook._core import Frame
-    from ferrohook.rows.site_tables import Sites
+    from ferrohook.rows.sites import Sites
 
     Span: TypeAlias = tuple[Any, int, int, int, int]
     """Of a request in a step: any, first row, rows, first position, length of the prompt."""
@@ -53,7 +53,6 @@ class Batch(BatchBase, Scope):
         self._sites = None if self._sited is None else open_sites(self._sited())
         if self._sites is not None:
             self._sites.begin_service(self)
-            self._serve()
 
     def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
         """Sets the positions of the rows for the calls from now on, see `batch`.
@@ -88,13 +87,10 @@ class Batch(BatchBase, Scope):
         """Finds the tokens at the positions of plans; called after the positions were set."""
         self._place()
         if self._sites is not None:
-            if self._columns is not None:
-                msg = "sites need one position per row: pass positions of shape (rows,)"
-                raise RowsError(msg)
-            self._sites.write(self._positions)
+            self._sites.moved(self)
 
     def _end_service(self) -> None:
-        """Takes what sites kept; called as the batch is left."""
+        """Ends the service of its sites; called as the batch is left."""
         if self._sites is not None:
             self._sites.end_service(self)
 

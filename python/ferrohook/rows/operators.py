@@ -1,7 +1,8 @@
-"""The operators of sites, for compiled or replayed graphs: `steer`, `change` and `tap`.
+"""The operators of sites, for compiled or replayed graphs: `steer`, `change`, `tap` and `run`.
 
-They read tables whose contents alone change between calls. On the CPU, where their kernels run in
-each call, these ask the site, and a call that it does not serve passes through.
+The first three read tables whose contents alone change between calls. On the CPU, where their
+kernels run in each call, these ask the site, and a call that it does not serve passes through.
+`run` has no tables: it runs the hooks of the calling context's batch.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Site(Protocol):
 _SITES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def assign(rows: Tensor, site: Site) -> None:
-    """Makes `site` the one of a row of the tables, of `steer` or `tap`."""
+def assign(rows: Tensor, site: object) -> None:
+    """Makes `site` the one of a row of the tables, of `steer` or `tap`, or of a key of `run`."""
     _SITES[rows.data_ptr()] = site
 
 
@@ -199,6 +200,16 @@ def _tap_fake(*_tables: Any) -> None:
     pass
 
 
+def _run(x: Tensor, residual: Tensor | None, key: Tensor) -> Tensor:
+    site = _SITES.get(key.data_ptr())
+    changed: Tensor | None = None if site is None else site.run(x, residual)
+    return x.clone() if changed is None else changed
+
+
+def _run_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None  # outside of batches, which such sites serve without gradients
+
+
 # Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
 def _define(library: torch.library.Library) -> None:
     library.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
@@ -209,6 +220,14 @@ def _define(library: torch.library.Library) -> None:
     library.define(
         "tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()"
     )
+    # In a CUDA graph it would run once, when that is captured: Inductor cuts the graph around it.
+    library.define(
+        "run(Tensor x, Tensor? residual, Tensor key) -> Tensor",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    library.impl("run", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake("ferrohook::run", _steer_fake, lib=library)
+    torch.library.register_autograd("ferrohook::run", _run_backward, lib=library)
     library.impl("steer", _steer, "CompositeExplicitAutograd")
     library.impl("change", _change, "CompositeExplicitAutograd")
     library.impl("tap", _tap, "CompositeExplicitAutograd")
@@ -250,6 +269,7 @@ def define() -> None:
     of a kind of intervention to the rows of `x`, or of its sum with a residual, whose row of the
     tables is `used`; `tap(x, kept, calls,
     places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
-    the index and the count.
+    the index and the count. `run(x, residual, key)` returns `x` after the hooks of the batch at the
+    site of the key.
     """
     _DEFINITION.complete()

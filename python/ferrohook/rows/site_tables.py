@@ -1,48 +1,37 @@
-"""`sites`: rows of compiled models, by operators that are in the graph before it is compiled."""
+"""Sites with tables, whose contents alone change: for graphs that are replayed."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
-from ferrohook._core import SitesBase, to_device
-from ferrohook.attach.instrument import attach
+from ferrohook._core import to_device
 from ferrohook.effects.intervention import Intervention, check_dtypes
 from ferrohook.effects.interventions import Add
 from ferrohook.effects.parts import change_part, part_of
-from ferrohook.errors import HookError, HookTypeError, RowsError
-from ferrohook.names.select import select
-from ferrohook.plans import Prepared, Request
+from ferrohook.errors import HookError, RowsError
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import BackEnd
 from ferrohook.rows import operators
 from ferrohook.rows.site_captures import OpenMembers, SiteCaptures, Taken
-from ferrohook.rows.site_kinds import KindTables, check_kinds, operands_of
+from ferrohook.rows.site_kinds import KindTables, operands_of
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
-from ferrohook.util.arguments import (
-    OutputIndex,
-    at_least,
-    check_output_index,
-    expect,
-    expect_module,
-)
+from ferrohook.rows.sites import Sites
 from ferrohook.util.streams import Tables, made
-from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrohook._core import BatchBase, ModuleTree
+    from ferrohook._core import BatchBase
     from ferrohook.names.places import Place
-    from ferrohook.names.select import Selector
+    from ferrohook.plans import Prepared, Request
     from ferrohook.plans.entries import Entry
+    from ferrohook.rows.batches import Batch
     from ferrohook.tokens.positions import At
 
 _NO_GATES: Final = "sites evaluate no gates, conditions and strengths"
@@ -63,8 +52,6 @@ BACK_END: Final = BackEnd(
         "trained": "sites add only vectors that are not trained",
     },
 )
-_LOG: Final = logging.getLogger("ferrohook")
-_OPEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]] = weakref.WeakKeyDictionary()
 
 
 def nobody(dtype: torch.dtype) -> complex:
@@ -75,14 +62,7 @@ def nobody(dtype: torch.dtype) -> complex:
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0
 
 
-def open_sites(model: nn.Module | None) -> Sites | None:
-    """Returns the open sites of a model, if it has some."""
-    reference = None if model is None else _OPEN.get(model)
-    opened = None if reference is None else reference()
-    return None if opened is None or opened.closed else opened
-
-
-class _Form(NamedTuple):
+class TableForm(NamedTuple):
     """Sizes of tables, and the tensors of the sites."""
 
     max_requests: int
@@ -101,7 +81,7 @@ class _Site:
 
     __slots__ = ("__weakref__", "_number", "_sites", "calls", "index")
 
-    def __init__(self, sites: Sites, number: int, index: Tensor) -> None:
+    def __init__(self, sites: TableSites, number: int, index: Tensor) -> None:
         self._sites = weakref.ref(sites)
         self._number = number
         self.index = index
@@ -131,15 +111,13 @@ class _SiteMember(NamedTuple):
     program: Program
 
 
-class Sites(SitesBase):
-    """Sites of a model, see `sites`. A context manager: leaving it closes them.
+class TableSites(Sites):
+    """Sites with tables, see `sites`."""
 
-    They are open from `opened` on.
-    """
-
-    def __init__(self, model: nn.Module, names: list[str], form: _Form) -> None:
-        self.max_requests, self.max_rows, width, self.dim, self._part, like, kinds = form
-        self.names = names
+    def __init__(self, model: nn.Module, names: list[str], form: TableForm) -> None:
+        self.max_requests, self.max_rows, width, self.dim, part, like, kinds = form
+        super().__init__(model, dict.fromkeys(names, part))
+        self._part = part
         count = len(names)
         self._table = torch.full(
             (count, self.max_requests + 1, width), nobody(like["dtype"]), **like
@@ -169,38 +147,9 @@ class Sites(SitesBase):
         """Changes of the members' hooks that the tables know of; None while they are written."""
         self._written = 0
         """Number of leading table rows in use; the rest are unsteered."""
-        self._model = weakref.ref(model)
-        operators.define()
         expected = f"a width of {width} and {self._kept.dtype}"
         self._captures = SiteCaptures(names, self.dim, expected)
         self._sites = [_Site(self, number, self._index[number]) for number in range(count)]
-
-    def opened(self) -> Self:
-        """Lays the operators, and returns the sites; an interrupt leaves none.
-
-        Raises:
-            HookError: a module cannot be instrumented.
-        """
-        try:
-            model = self._model()
-            if model is not None:
-                self._open(model)
-        except BaseException:
-            self.close()
-            raise
-        else:
-            return self
-
-    def _open(self, model: nn.Module) -> None:
-        # The model too, which is where the plans of requests begin: instrumenting it later would
-        # have it traced anew.
-        modules = {name: model.get_submodule(name) for name in self.names}
-        attach({"": model} | modules, self._attachment)
-        for site, (name, module) in enumerate(modules.items()):
-            self._attachment.register([module], "forward", self._hook(site), names=[name])
-        self._attachment.release_when_unused([*modules.values()])
-        _OPEN[model] = weakref.ref(self)
-        self._count()
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -242,28 +191,12 @@ class Sites(SitesBase):
         vars(hook)["sites"] = self
         return hook
 
-    def __repr__(self) -> str:
-        return f"<Sites at {counted(len(self.names), 'module')}{', closed' if self.closed else ''}>"
-
-    def begin_service(self, batch: BatchBase) -> None:
-        """Begins to serve a batch that is being entered.
-
-        Raises:
-            RowsError: a member or its rows cannot be served; `member` is that one.
-        """
-        if (reason := self._refusal(batch)) is not None:
-            raise RowsError(reason)
-        served = {}
-        trees: set[ModuleTree] = set()
-        for number, request in enumerate(batch.members):
-            if request.failed:
-                continue
-            try:
-                served[number] = self._check(request, trees)
-            except HookError as error:
-                refusal = RowsError(str(error))
-                refusal.member = request
-                raise refusal from error
+    def begin_service(self, batch: BatchBase) -> None:  # noqa: D102 (of Sites)
+        members = self._members_of(batch)
+        served = {
+            number: _SiteMember(request, self._programs[request.prepared])
+            for number, request in members.items()
+        }
         programs = {id(each.program): each.program for each in served.values()}
         if len(programs) > self.max_requests:
             msg = (
@@ -276,76 +209,38 @@ class Sites(SitesBase):
         # Rows that an interrupted batch left belong to no request.
         self._served, self._wanted, self._version = served, [], None
         self._assign_slots([*programs.values()])
+        batch._serve()
 
-    def _refusal(self, batch: BatchBase) -> str | None:  # noqa: PLR0911 (one for each reason)
-        """Returns why a batch cannot be served, regardless of its members; None if it can."""
-        if self.closed:
-            return "these sites were closed"
-        if isinstance(torch.empty(0), FakeTensor):
-            return "the tables of sites can be written only with real tensors: leave FakeTensorMode"
-        if batch.dim != self.dim:
+    def _refusal(self, batch: BatchBase) -> str | None:
+        if not self.closed and batch.dim != self.dim:
             return (
                 f"these sites have rows in dimension {self.dim}, but the batch has them in "
                 f"{batch.dim}"
             )
-        if batch.size is None:
-            return (
-                "sites find rows by their number in the batch: pass size or positions to the batch"
-            )
-        if batch.size > self.max_rows:
+        if (reason := super()._refusal(batch)) is None and (batch.size or 0) > self.max_rows:
             return f"these sites have room for {self.max_rows} rows, but the batch has {batch.size}"
-        if self._gathers(batch):
-            return "sites have the rows of the batch, but a module in gathered has other rows"
-        return None
+        return reason
 
-    def _gathers(self, batch: BatchBase) -> bool:
-        model = self._model()
-        if model is None or not batch._gathered:
-            return False
-        gathered = {id(module) for module in batch._gathered}
-        return any(id(model.get_submodule(name)) in gathered for name in self.names)
-
-    def _check(self, request: Any, trees: set[ModuleTree]) -> _SiteMember:
-        """Returns a member that can be served.
-
-        Args:
-            request: a member of a batch.
-            trees: trees of its other members, which are up to date.
-        """
-        expect(request, Request, "sites only serve requests of plans")
-        prepared = request.prepared
-        program = self._programs.get(prepared)
-        if program is None:
-            program = self._programs[prepared] = self._program(prepared)
-        if prepared.tree not in trees:
-            if prepared.outdated:
-                msg = "modules of the model were replaced since the plan was prepared"
-                raise HookError(msg)
-            trees.add(prepared.tree)
-        return _SiteMember(request, program)
+    def _check_plan(self, prepared: Prepared) -> None:
+        if prepared not in self._programs:
+            self._programs[prepared] = self._program(prepared)
 
     def _program(self, prepared: Prepared) -> Program:
-        model = self._model()
-        if model is None or prepared.model is not model:
-            msg = "the plan was prepared for a different model than the sites"
-            raise HookError(msg)
-        paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
+        model = self._check_model(prepared)
         vectors = torch.full_like(self._table[:, 0], nobody(self._table.dtype))
         ats: dict[int, At] = {}
         others: dict[int, dict[int, Intervention]] = defaultdict(dict)
         kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))
         for number, entry in enumerate(prepared.entries):
-            found = prepared.places(number)
-            modules = {name: place.module for name, place in found.items()}
-            missing = [name for name, module in modules.items() if id(module) not in paths]
-            if missing:
-                msg = f"entry {number} of the plan is for {missing[0]!r}, which is not a site"
-                raise HookError(msg)
-            self._check_entry(number, entry, found, prepared.needs[number])
+            places = prepared.places(number)
+            found = self._sites_of(model, number, places)
+            reason = BACK_END.refusal(entry, self.dim, prepared.needs[number])
+            if reason is None:
+                reason = self._part_refusal(entry, places, found)
+            self._check_entry(number, entry, places, reason)
             if isinstance(entry, HookEntry):
-                for name, module in modules.items():
-                    site = paths[id(module)]
+                for name, site in found.items():
                     if any(site in each.sites for each in kept):
                         msg = (
                             f"the plan keeps {name!r} before it changes it, but sites keep after "
@@ -360,9 +255,8 @@ class Sites(SitesBase):
                         raise HookError(msg)
                     self._change(name, site, entry.hook, vectors, others)
                 continue
-            capture, places = next(captures)
-            sites = tuple(paths[id(module)] for module in modules.values())
-            kept.append(Kept(capture, sites, tuple(places.values()), entry.at))
+            capture, indices = next(captures)
+            kept.append(Kept(capture, tuple(found.values()), tuple(indices.values()), entry.at))
         changes: list[tuple[At, list[int]]] = []
         for site, at in ats.items():
             same = next((sites for other, sites in changes if other == at), None)
@@ -413,17 +307,17 @@ class Sites(SitesBase):
         number: int,
         entry: Entry,
         found: dict[str, Place],
-        needs: frozenset[str],
+        reason: str | None,
     ) -> None:
-        reason = BACK_END.refusal(entry, self.dim, needs)
+        """Validates an entry; `reason`: why it is refused, if that is known.
+
+        Raises:
+            HookError: it is not served.
+        """
         if reason is None:
             hook = entry.hook if isinstance(entry, HookEntry) else None
-            named = entry.options.get("output_index") if hook is None else hook.output_index
-            parts = {place.part if place.quantity else named for place in found.values()}
             width = self._table.shape[-1]
-            if parts != {self._part}:
-                reason = f"its output_index differs from the sites', {self._part!r}"
-            elif any(place.multiplier != 1 for place in found.values()):
+            if any(place.multiplier != 1 for place in found.values()):
                 reason = "a quantity that is a multiple of a module's output has no site"
             elif hook is not None and type(hook) is not Add and self._number_of(hook) < 0:
                 kinds = ["Add", *(each.kind.__name__ for each in self._kinds)]
@@ -460,11 +354,18 @@ class Sites(SitesBase):
                     tables.write(slot, changes)
                 program.slot = slot
 
-    def write(self, positions: list[int] | None) -> None:
-        """Writes the rows of the batch into the tables, for the calls from now on."""
+    def moved(self, batch: Batch) -> None:
+        """Writes the rows of the batch into the tables, for the calls from now on.
+
+        Raises:
+            RowsError: a row has several positions.
+        """
+        if batch._columns is not None:
+            msg = "sites need one position per row: pass positions of shape (rows,)"
+            raise RowsError(msg)
         with self._tables:
             self._collect()
-            self._write(positions)
+            self._write(batch._positions)
 
     def _write(self, positions: list[int] | None) -> None:
         batch = self._serving
@@ -584,8 +485,7 @@ class Sites(SitesBase):
             ran = [number for number in ran if not self._served[number].program.sites <= idle]
         batch._mark_ran(ran)
 
-    def end_service(self, batch: BatchBase) -> None:
-        """Stores captured rows, and ends the service of a batch."""
+    def end_service(self, batch: BatchBase) -> None:  # noqa: D102 (of Sites)
         if self._serving is not batch:
             return
         with self._tables:
@@ -623,122 +523,3 @@ def bytes_of_tables(  # noqa: PLR0913 (the sizes of tables)
     rows = [each for kind in kinds for each in operands_of(kind, width, dtype)]
     operands = (max_requests + 1) * sum(each.nbytes for each in rows)
     return count * (vectors + operands + (2 * max_rows + 1) * torch.long.itemsize)
-
-
-def sites(  # noqa: PLR0913 (all but the first two by keyword)
-    model: nn.Module,
-    what: Selector,
-    *,
-    max_requests: int,
-    max_rows: int,
-    dim: int = 0,
-    output_index: OutputIndex = None,
-    width: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    kinds: Sequence[type[Intervention]] = (),
-) -> Sites:
-    """Installs operators in modules, so that one compiled model serves changing requests.
-
-    Lay them before the model is compiled. From then on `batch` serves the requests of this model by
-    the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
-    `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::change` runs the
-    formulas of the other `kinds`, `ferrohook::tap` keeps the rows of `keep`.
-
-    What they cannot serve is refused as the batch is entered: a plan that needs anything
-    else, or another module; hooks of the request itself; a site in `gathered`; a batch without
-    `size` or positions. Sites serve one batch at a time; captures are of one call in each batch (or
-    between two calls of `Batch.move`).
-
-    A call in which the rows are not found fails the requests that have hooks at the site, as in any
-    batch. On the CPU each call checks its batch: a failed, closed or late request stops at once,
-    and calls in contexts that have not entered the batch are not served. A GPU has one table for
-    all calls: run no other calls during the batch. There a request that ends is steered until the
-    next batch or `move`, and a call with other rows than the batch is noticed only where rows are
-    kept. The model may run on another stream than the batch is entered on. The stream of a replayed
-    graph is unknown: have the two wait for each other before and after it, inside the batch.
-
-    Several vectors that a request adds at a site are added up first. Then one intervention of each
-    of `kinds` acts, in their order; a plan in which they stand otherwise is refused. Gradients go
-    through `Add` only. The bytes of the tables are
-    logged, as information, before they are taken.
-
-    Args:
-        model: the model, as plans are prepared for it.
-        what: modules that become sites, see `select`. Their output is a tensor with the rows in
-            `dim` and `width` as last dimension.
-        max_requests: number of plans in a batch.
-        max_rows: number of rows of a batch, padding included.
-        dim: dimension of the rows.
-        output_index: the tensor in an output that is a tuple, or `"sum"`: of hidden state and
-            residual; the hidden state takes the changes, and the sum is kept.
-        width: last dimension; None for `hidden_size` of the model's `config`, or for the width of a
-            Linear, Embedding or LayerNorm.
-        dtype: of the tables and of captures: the dtype of the outputs or a wider one; None for the
-            dtype of the model's first parameter of floating point.
-        device: of the tables; None for the device of the model's first parameter.
-        kinds: kinds of interventions that are served beside `Add`, own ones too, such as
-            `(fh.Ablate, fh.Scale)`. Each costs a step at each site, used or not.
-
-    Raises:
-        HookTypeError: an argument has the wrong type, or `width` is not known.
-        SelectionError: `what` matches nothing.
-        HookError: the model has open sites, or a module cannot be instrumented.
-
-    Examples:
-        >>> with fh.rows.sites(model, "layers.*", max_requests=64, max_rows=256):
-        ...     compiled = torch.compile(model, fullgraph=True)
-        ...     with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
-        ...         compiled(x)
-    """
-    expect_module(model, "sites needs")
-    check_output_index(output_index, "output_index of sites")
-    max_requests = at_least(1, "max_requests", max_requests)
-    max_rows = at_least(1, "max_rows", max_rows)
-    if open_sites(model) is not None:
-        msg = "the model already has sites: close them first"
-        raise HookError(msg)
-    check_kinds(kinds)
-    modules = select(model, what, called=True)
-    if width is None:
-        width = _width(model, modules)
-    parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
-    if parameter is not None:
-        dtype, device = dtype or parameter.dtype, device or parameter.device
-    dtype, device = dtype or torch.get_default_dtype(), device or "cpu"
-    like = {"dtype": dtype, "device": device}
-    with torch.inference_mode(mode=False):
-        width = at_least(1, "width", width)
-        size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype, kinds=kinds)
-        _LOG.info(
-            "ferrohook: the tables of %d sites take %s bytes on %s: %s requests and %s rows of "
-            "width %s in %s",
-            *(len(modules), f"{size:,}", device, f"{max_requests:,}", f"{max_rows:,}"),
-            *(f"{width:,}", dtype),
-        )
-        form = _Form(max_requests, max_rows, width, dim, output_index, like, tuple(kinds))
-        made = Sites(model, [*modules], form)
-    return made.opened()
-
-
-def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    hidden = getattr(config, "hidden_size", None)
-    if isinstance(hidden, int):
-        return hidden
-    widths: set[int | None] = set()
-    for module in modules.values():
-        if isinstance(module, nn.Linear):
-            widths.add(module.out_features)
-        elif isinstance(module, nn.Embedding):
-            widths.add(module.embedding_dim)
-        elif isinstance(module, nn.LayerNorm):
-            widths.add(module.normalized_shape[-1])
-        else:
-            widths.add(None)
-    (known,) = widths if len(widths) == 1 else (None,)
-    if known is None:
-        msg = "the width of the sites' tensors is not known: pass width="
-        raise HookTypeError(msg)
-    return known

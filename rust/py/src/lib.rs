@@ -35,7 +35,7 @@ mod _core {
         assign_class, put_on, release_copy, release_unused, take_off,
     };
     #[pymodule_export]
-    use crate::attach::sites::SitesBase;
+    use crate::attach::sites::{SitesBase, run_forward_hooks};
     #[pymodule_export]
     use crate::attach::wrapper::{HookedBase, keeps_state_in_torch_hooks};
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
-from support.engines import Change, Job
+from support.logits_jobs import SURE, stops_at
 from support.vllm_engine import (
     EOS,
     LAYERS,
@@ -20,6 +21,7 @@ from support.vllm_engine import (
     random_jobs,
     sampling,
     serve,
+    serve_at_once,
     start_compiled,
     state,
     stop,
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEW = 12
-KINDS = ["Scale", "Ablate", "Clamp"]
-KEPT = tuple(f"model.layers.{layer}" for layer in range(LAYERS))
+SITES = ["model.embed_tokens", "model.layers.*", "model.norm"]
+KEPT = {"model.embed_tokens", "model.norm", *(f"model.layers.{it}" for it in range(LAYERS))}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(models: Any) -> Iterator[Any]:
-    config = {"ferrohook": {"sites": "model.layers.*", "sites_kinds": KINDS}}
+    config = {"ferrohook": {"sites": SITES}}
     # Fresh memory is NaN: of such is the output of attention in the self-test.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -55,21 +57,14 @@ def engine(models: Any) -> Iterator[Any]:
     stop(made)
 
 
-def served(job: Job) -> Job:
-    """A job as a compiled engine serves it: one change per layer, captures of layers."""
-    changes: dict[int, Change] = {}
-    for each in job.changes:
-        own = type(each.hook).__name__ in ("Add", *KINDS)
-        hook = each.hook if own else fh.Add(torch.linspace(-2, 2, WIDTH), scale=each.layer + 1.0)
-        changes.setdefault(each.layer, Change(each.layer, hook, each.at))
-    kept = tuple(name for name in job.kept if name in KEPT)
-    return Job(job.prompt, tuple(changes.values()), kept)
-
-
 @pytest.mark.v2
 def test_random_requests(models: Any, engine: Any) -> None:
     _, model = models["llama"]
-    jobs = [served(job) for job in random_jobs(60, seed=71)]
+    jobs = [
+        dataclasses.replace(job, kept=tuple(it for it in job.kept if it in KEPT))
+        for job in random_jobs(60, seed=71, gates=0.4)
+    ]
+    assert sum(job.gated is not None for job in jobs) > 8
     assert sum(bool(job.changes) for job in jobs) > 8
     before = state(engine)["steps"]
     answers = serve(engine, jobs, seed=73)
@@ -82,36 +77,31 @@ def test_random_requests(models: Any, engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "reason"),
+    ("entry", "reason"),
     [
-        (fh.Plan(fh.keep("model.norm")), "not a site of this compiled engine"),
-        (fh.Plan(fh.on("model.layers.1", fh.Zero())), "add Zero to sites_kinds"),
-        (
-            fh.Plan(
-                fh.on("model.layers.1", fh.Ablate(torch.ones(WIDTH))),
-                fh.on("model.layers.1", fh.Scale(2.0)),
-            ),
-            "Add, Scale, Ablate, Clamp in this order",
-        ),
-        (fh.Plan(fh.keep("model.layers.1", inputs=True)), "inputs is not supported"),
-        (
-            fh.Plan(
-                fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)), at=0),
-                fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)), at=1),
-            ),
-            "at different positions",
-        ),
-        (
-            fh.Plan(fh.keep("model.layers.1"), fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)))),
-            "keeps 'model.layers.1' before it changes it",
-        ),
+        (fh.keep("model.layers.1.mlp"), "not a site of this compiled engine"),
+        (fh.keep("@mlp_out.1"), "not a site of this compiled engine"),
+        (fh.keep("model.layers.1", inputs=True), "leave out inputs"),
+        (fh.on("model.layers.1", fh.Zero(output_index=1)), "leave out inputs and output_index"),
     ],
 )
-def test_a_plan_that_a_graph_cannot_serve_is_refused(
-    engine: Any, plan: fh.Plan, reason: str
-) -> None:
+def test_a_plan_that_a_graph_cannot_serve_is_refused(engine: Any, entry: Any, reason: str) -> None:
+    plan = sampling(fh.Plan(entry))
     with pytest.raises(ValueError, match=reason):
-        engine.generate({"prompt_token_ids": [5, 6]}, sampling(plan), use_tqdm=False)
+        engine.generate({"prompt_token_ids": [5, 6]}, plan, use_tqdm=False)
+
+
+@pytest.mark.v2
+def test_a_gate_reads_the_logits_outside_of_the_graph(engine: Any) -> None:
+    (plain,) = serve_at_once(engine, {"plain": SURE}, prompt=[5, 6], new_tokens=NEW).values()
+    values = vllm.activations(engine, plain).acts["@gate.sure"]
+    assert len(values) == NEW
+    whole = [*plain.outputs[0].token_ids]
+    outputs = serve_at_once(engine, stops_at(values), prompt=[5, 6], new_tokens=NEW)
+    for name, output in outputs.items():
+        (text,) = output.outputs
+        assert (text.finish_reason, text.stop_reason) == ("stop", "sure")
+        assert [*text.token_ids] == whole[: int(name.removeprefix("stops-"))]
 
 
 @pytest.mark.v2

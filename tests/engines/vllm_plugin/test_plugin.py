@@ -21,7 +21,6 @@ import ferrohook as fh
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm import plugin, runners, supported
-from ferrohook.engines.vllm import worker as worker_module
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.engines.wire import packed, spans_of, unpacked
@@ -69,10 +68,7 @@ def test_a_compiled_model_of_transformers_is_refused() -> None:
         ({"capture_byte": 1}, "got 'capture_byte'"),
         ({"capture_bytes": 0}, "at least 1; got 0"),
         ({"results_bytes": "many"}, "at least 1; got 'many'"),
-        ({"sites_bytes": True}, "at least 1; got True"),
-        ({"sites_kinds": "Scale"}, "sites_kinds must be a list of names from"),
-        ({"sites_kinds": ["Add"]}, "sites_kinds must be a list of names from"),
-        ({"sites_kinds": ["Sale"]}, "got \\['Sale'\\]"),
+        ({"results_bytes": True}, "at least 1; got True"),
         ([], r"got \[\]"),
     ],
 )
@@ -378,40 +374,3 @@ def test_an_engine_that_does_not_start_leaves_no_process(
     with pytest.raises(KeyboardInterrupt):
         vllm_engine.start(tmp_path)
     assert not psutil.pid_exists(started[0].pid)
-
-
-@pytest.fixture
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).requires_grad_(False)
-
-
-def lay(layers: nn.Module, **options: int) -> RunnerWorker:
-    made = config(additional_config={"ferrohook": {"sites": "*", **options}})
-    made.model_config.dtype = torch.float32
-    worker = RunnerWorker(types.SimpleNamespace(device=torch.device("cpu")), made)
-    worker.options = VllmOptions.of(made)
-    worker._lay_sites(layers, ["0", "1", "2"], None, WIDTH)
-    return worker
-
-
-def test_tables_of_sites_are_measured_and_logged(
-    layers: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "vllm.ferrohook"):
-        worker = lay(layers)
-    tables = [it for it in vars(worker._sites).values() if isinstance(it, torch.Tensor)]
-    size = sum(it.nbytes for it in tables)
-    assert len(tables) == 5
-    assert f"3 sites take {size:,} bytes" in caplog.text
-    worker._sites.close()
-    lay(layers, sites_bytes=size)._sites.close()
-    with pytest.raises(fh.HookError, match=rf"take {size:,} bytes.*sites_bytes={size - 1:,}: name"):
-        lay(layers, sites_bytes=size - 1)
-
-
-def test_tables_of_sites_that_do_not_fit_the_device_are_refused(
-    layers: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_module, "_free_bytes", lambda _device: 99)
-    with pytest.raises(fh.HookError, match=r"3 sites take .*99 bytes are free on cpu: name fewer"):
-        lay(layers)

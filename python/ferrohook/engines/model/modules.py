@@ -185,19 +185,24 @@ class NamedTensors:
             for name, each in shown.items()
         }
 
-    def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
-        """Returns the quantities at the sites of a compiled engine; others are missing."""
+    def at_sites(self, parts: Mapping[str, Any]) -> NamedTensors:
+        """Returns the quantities at the sites of a compiled engine; others are missing.
+
+        Args:
+            parts: the `output_index` of each site.
+        """
         served, missing = {}, dict(self.table.missing)
         for name, each in self.table.items():
-            own = each.path in sites and each.phase == "forward" and each.part == index
-            if own and each.multiplier == 1:
+            at_site = each.path in parts and each.phase == "forward"
+            if at_site and each.part == parts[each.path]:
                 served[name] = each
             else:
                 missing[name.removeprefix(SIGN)] = (
                     f"it is at the {each.place}, which is not a site of this compiled engine, see "
                     "additional_config"
                 )
-        return NamedTensors(Quantities(served, missing, self.table.model), {})
+        heads = {name: it for name, it in self.heads.items() if name in served}
+        return NamedTensors(Quantities(served, missing, self.table.model), heads, self.logits)
 
 
 def described(table: Quantities) -> dict[str, dict[str, Any]]:
@@ -221,7 +226,6 @@ class ModuleTable:
         table: the modules.
         fused: names of modules that the engine fuses, by the name of the fused one.
         compiled: True if they are the sites of a compiled engine.
-        kinds: names of the kinds of interventions beside `Add` that the sites serve, in order.
         named: the quantities of the model.
     """
 
@@ -231,12 +235,10 @@ class ModuleTable:
         fused: Mapping[str, Sequence[str]],
         *,
         compiled: bool = False,
-        kinds: Sequence[str] = (),
         named: NamedTensors | None = None,
     ) -> None:
         self.table = dict(table)
         self.compiled = compiled
-        self.kinds = [*kinds]
         self.named = named or NamedTensors()
         dims = [info.dim for info in self.table.values() if info.refused is None]
         self.dim = max(dims, key=dims.count, default=0)
@@ -255,7 +257,6 @@ class ModuleTable:
                 "table": table,
                 "fused": self._fused,
                 "compiled": self.compiled,
-                "kinds": self.kinds,
                 "named": self.named.to_json(),
             }
         )
@@ -275,36 +276,25 @@ class ModuleTable:
             for name, it in found["table"].items()
         }
         named = NamedTensors.from_json(found["named"])
-        own = {name: found[name] for name in ("compiled", "kinds")}
-        return cls(table, found["fused"], named=named, **own)
+        return cls(table, found["fused"], named=named, compiled=found["compiled"])
 
-    def at_sites(self, what: Any, kinds: Sequence[str]) -> tuple[ModuleTable, list[str], Any]:
-        """Returns the table of a compiled engine, its sites and their `output_index`.
+    def at_sites(self, what: Any) -> tuple[ModuleTable, dict[str, Any]]:
+        """Returns the table of a compiled engine, and the `output_index` of each of its sites.
 
         Args:
             what: selector of the sites.
-            kinds: see the class.
 
         Raises:
-            ValueError: a module cannot be a site, or their outputs differ in kind or width.
+            ValueError: a module cannot be a site.
         """
         found = self.selected(what)
-        outputs = {(info.kind, info.width) for info in found.values()}
-        if len(outputs) > 1:
-            msg = (
-                "the sites of an engine must all have the same kind of output and the same width, "
-                f"got {outputs}"
-            )
-            raise ValueError(msg)
-        name, info = next(iter(found.items()))
         refused = dataclasses.replace(
             NEVER_RAN, refused="it is not a site of this compiled engine, see additional_config"
         )
         table = {name: found.get(name, refused) for name in self.table}
-        index = info.index(name, None)
-        named = self.named.at_sites(found, index)
-        made = ModuleTable(table, self._fused, compiled=True, kinds=kinds, named=named)
-        return made, [*found], index
+        parts = {name: info.index(name, None) for name, info in found.items()}
+        named = self.named.at_sites(parts)
+        return ModuleTable(table, self._fused, compiled=True, named=named), parts
 
     def without(self, partial: Collection[str]) -> ModuleTable:
         """Returns the table with modules refused whose tensors are parts on each rank."""
@@ -333,8 +323,7 @@ class ModuleTable:
 
     def with_quantities(self, named: NamedTensors) -> ModuleTable:
         """Returns the table with the quantities of the model."""
-        own: Any = {"compiled": self.compiled, "kinds": self.kinds}
-        return ModuleTable(self.table, self._fused, named=named, **own)
+        return ModuleTable(self.table, self._fused, named=named, compiled=self.compiled)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.admission import Admission, ReadPlan, text_of
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
@@ -40,17 +39,12 @@ class VllmOptions(EngineOptions):
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
-        sites_bytes: most bytes of the tables of the sites, on the device of the model.
-        sites_kinds: names of the kinds of interventions that sites serve beside `Add`, in the order
-            in which they act, such as `["Ablate"]`; each costs a step at each site.
         captures_by_id: give captures over HTTP to any client that names the id of the response,
             which clients choose, instead of its token.
     """
 
     results_bytes: int = 2**30
     sites: Any = None
-    sites_bytes: int = 8 * 2**30
-    sites_kinds: Any = ()
     captures_by_id: bool = False
 
     @classmethod
@@ -62,13 +56,7 @@ class VllmOptions(EngineOptions):
         """
         additional = config.additional_config
         found = additional.get(NAME, {}) if isinstance(additional, dict) else {}
-        options = cls.read(found, f"additional_config[{NAME!r}]")
-        kinds = options.sites_kinds
-        known = [name for name in KINDS if name != "Add"]
-        if not isinstance(kinds, list | tuple) or any(each not in known for each in kinds):
-            msg = f"sites_kinds must be a list of names from {', '.join(known)}; got {kinds!r}"
-            raise ValueError(msg)
-        return options
+        return cls.read(found, f"additional_config[{NAME!r}]")
 
 
 @dataclasses.dataclass

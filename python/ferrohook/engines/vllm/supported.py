@@ -14,9 +14,9 @@ CAPABILITIES: Final = Capabilities(
     tried=("0.32", "0.33"),
     served=(
         "interventions and captures of a request, at positions",
-        "eager engines: any module that runs once per forward, gates, stop() and routes",
-        "eager engines: features of uploaded dictionaries",
-        "compiled engines: Add, sites_kinds and keep at the modules named as sites",
+        "interventions under conditions, gates, stop() and features of uploaded dictionaries",
+        "eager engines: any module that runs once per forward, and routes",
+        "compiled engines: the outputs of the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",

@@ -12,12 +12,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ferrohook.effects.interventions import KINDS
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe, observe_logits
@@ -33,7 +31,7 @@ from ferrohook.errors import HookError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
-from ferrohook.rows.site_tables import bytes_of_tables, sites
+from ferrohook.rows.site_hooks import HookSites
 
 if TYPE_CHECKING:
     import contextlib
@@ -125,9 +123,11 @@ class RunnerWorker(EngineWorker):
             logits = self._observed_logits(model)
             modules = modules.with_quantities(dataclasses.replace(named, logits=logits))
         if self._config.compilation_config.mode:
-            kinds = self.options.sites_kinds
-            modules, names, index = modules.at_sites(self.options.sites, kinds)
-            self._lay_sites(model, names, index, modules.table[names[0]].width)
+            modules, parts = modules.at_sites(self.options.sites)
+            logits = modules.named.logits
+            outside = [] if logits is None else [logits.path]
+            # Open as long as the engine.
+            self._sites = HookSites(model, parts, outside=outside).opened()
         self.serve(model, modules)
 
     def _observed_logits(self, model: Any) -> SampledLogits | None:
@@ -148,40 +148,6 @@ class RunnerWorker(EngineWorker):
             self._runner.lora_config, np.array([OBSERVED_ROWS], dtype=np.int32)
         )
         return found
-
-    def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
-        """Lays the operators of a compiled engine, if their tables fit.
-
-        Raises:
-            HookError: they do not.
-        """
-        scheduler = self._config.scheduler_config
-        requests, rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        dtype = self._config.model_config.dtype
-        kinds = tuple(KINDS[name] for name in self.options.sites_kinds)
-        size = bytes_of_tables(len(names), requests, rows, width, dtype, kinds=kinds)
-        tables = (
-            f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
-            f"{rows:,} tokens per step, of width {width:,} in {dtype}"
-        )
-        _VLLM_LOG.info("ferrohook: %s", tables)
-        advice = "name fewer sites, or lower max_num_batched_tokens or max_num_seqs"
-        if size > self.options.sites_bytes:
-            msg = f"{tables}; sites_bytes={self.options.sites_bytes:,}: {advice}, or raise it"
-            raise HookError(msg)
-        if size > (free := _free_bytes(self._runner.device)):
-            msg = f"{tables}; {free:,} bytes are free on {self._runner.device}: {advice}"
-            raise HookError(msg)
-        self._sites = sites(  # open as long as the engine
-            model,
-            names,
-            max_requests=requests,
-            max_rows=rows,
-            output_index=index,
-            width=width,
-            dtype=dtype,
-            kinds=kinds,
-        )
 
     def _forward(self, model: Any) -> None:
         """Runs dummy tokens without a KV cache, like vLLM's profiling run."""
@@ -421,11 +387,3 @@ class RunnerWorker(EngineWorker):
     def _missing(self, key: str) -> bytes:
         """Returns why captures are missing; nothing if another worker may have them."""
         return packed({}, {}, error=_DROPPED) if key in self._dropped else b""
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Returns the bytes of memory that are free on a device."""
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    return int(free)

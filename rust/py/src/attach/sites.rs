@@ -8,8 +8,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::attach::attachment::Attachment;
+use crate::attach::instrumenting::registry_of;
+use crate::contexts::current;
 use crate::error::{hook_error, rows_error};
 use crate::rows::batch::{BatchBase, count_sites};
+use crate::rows::calls::around::forward_of_members;
 
 /// Base of sites: a context manager that closes them at exit.
 // Native: in Python, Ctrl-C might land between the start of a method and its effect.
@@ -25,19 +28,23 @@ pub struct SitesBase {
 
 #[derive(Default)]
 struct Serving {
-    /// The batch that was served last; it is served until it is closed.
-    batch: Option<Py<BatchBase>>,
+    /// The batches that are served, the last one last; each is until it is closed.
+    batches: Vec<Py<BatchBase>>,
     closed: bool,
 }
 
 impl Serving {
     /// True while another batch is served: one that is closed was interrupted, or left.
     fn another(&self, py: Python<'_>, batch: Option<&Bound<'_, BatchBase>>) -> bool {
-        self.batch.as_ref().is_some_and(|serving| {
+        self.batches.iter().any(|serving| {
             let serving = serving.bind(py);
             let same = batch.is_some_and(|batch| batch.is(serving));
             !same && !serving.as_super().get().closed()
         })
+    }
+
+    fn serves(&self, batch: &Bound<'_, BatchBase>) -> bool {
+        self.batches.iter().any(|serving| batch.is(serving))
     }
 }
 
@@ -70,7 +77,7 @@ impl SitesBase {
     #[getter]
     fn _serving<'py>(&self, py: Python<'py>) -> Option<Bound<'py, BatchBase>> {
         let serving = self.serving.lock();
-        Some(serving.batch.as_ref()?.bind(py).clone())
+        Some(serving.batches.last()?.bind(py).clone())
     }
 
     /// Counts the sites as open, until they are closed.
@@ -81,24 +88,29 @@ impl SitesBase {
         }
     }
 
-    /// Begins to serve a batch.
+    /// Begins to serve a batch. `beside`: while others are served too.
     ///
     /// Raises:
     ///     RowsError: another one is served, or they were closed.
-    fn _serve(&self, batch: &Bound<'_, BatchBase>) -> PyResult<()> {
+    #[pyo3(signature = (batch, *, beside = false))]
+    fn _serve(&self, batch: &Bound<'_, BatchBase>, beside: bool) -> PyResult<()> {
         let py = batch.py();
         let mut serving = self.serving.lock();
         let refused = if serving.closed {
             Some("these sites were closed")
-        } else if serving.another(py, Some(batch)) {
+        } else if !beside && serving.another(py, Some(batch)) {
             Some("sites serve one batch at a time")
         } else {
             None
         };
-        let former = match refused {
-            None => serving.batch.replace(batch.clone().unbind()),
-            Some(_) => None,
-        };
+        let mut former = Vec::new();
+        if refused.is_none() {
+            let ended = |it: &mut Py<BatchBase>| it.bind(py).as_super().get().closed();
+            former.extend(serving.batches.extract_if(.., ended));
+            if !serving.serves(batch) {
+                serving.batches.push(batch.clone().unbind());
+            }
+        }
         drop(serving);
         drop(former); // runs Python code
         refused.map_or(Ok(()), |message| Err(rows_error(py, message)))
@@ -108,9 +120,22 @@ impl SitesBase {
     fn _end(&self, batch: &Bound<'_, BatchBase>) {
         let mut serving = self.serving.lock();
         let is_it = |it: &mut Py<BatchBase>| batch.is(&*it);
-        let former = serving.batch.take_if(is_it);
+        let former: Vec<_> = serving.batches.extract_if(.., is_it).collect();
         drop(serving);
         drop(former); // runs Python code
+    }
+
+    /// The batch of this context, if it is served.
+    fn _batch_here<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, BatchBase>>> {
+        let mut found = None;
+        for frame in current::active(py)? {
+            if let Ok(batch) = frame.cast_into::<BatchBase>()
+                && !batch.as_super().get().closed()
+            {
+                found = Some(batch);
+            }
+        }
+        Ok(found.filter(|batch| self.serving.lock().serves(batch)))
     }
 
     /// True once they are closed.
@@ -150,6 +175,21 @@ impl SitesBase {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.serving.lock().batch)
+        let serving = self.serving.lock();
+        serving
+            .batches
+            .iter()
+            .try_for_each(|batch| visit.call(batch))
     }
+}
+
+/// Runs the forward hooks of a batch's members at a module on an output of it, in a graph that has an
+/// operator in place of them. None if they do not change it.
+#[pyfunction]
+pub fn run_forward_hooks<'py>(
+    batch: &Bound<'py, BatchBase>,
+    module: &Bound<'py, PyAny>,
+    output: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    forward_of_members(batch, module, &registry_of(module)?, output)
 }

@@ -81,8 +81,10 @@ pub struct BatchBase {
     gathered: FxHashMap<usize, Gathered>,
     modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
-    /// True if sites serve the members, whose hooks then fire in no call.
+    /// True if sites serve the members: their hooks then fire in calls of modules in `outside` only.
     in_sites: AtomicBool,
+    /// Ids of modules that are called outside of the graph that has the sites.
+    outside: OnceLock<Vec<u64>>,
     /// True if entering it attaches hooks to modules.
     attaches: AtomicBool,
     /// Number of changes of the members' hooks while it is entered.
@@ -165,6 +167,7 @@ impl BatchBase {
             modules,
             joined: AtomicBool::new(false),
             in_sites: AtomicBool::new(false),
+            outside: OnceLock::new(),
             attaches: AtomicBool::new(false),
             epoch: Arc::default(),
             programs: Mutex::default(),
@@ -226,12 +229,17 @@ impl BatchBase {
         self.positions.lock().as_ref()?.columns
     }
 
-    /// Has sites serve the plans of the members: their hooks fire in no call.
+    /// Has sites serve the plans of the members: their hooks fire in no call, except of modules in
+    /// `outside`, by the ids of their registries. `copies`: what hooks capture is copied, as the memory
+    /// is written later.
     ///
     /// Raises:
     ///     RowsError: a member has extra hooks; `member` is that one.
-    fn _serve(&self, py: Python<'_>) -> PyResult<()> {
+    #[pyo3(signature = (*, copies = false, outside = Vec::new()))]
+    fn _serve(&self, py: Python<'_>, copies: bool, outside: Vec<u64>) -> PyResult<()> {
+        let _ = self.outside.set(outside); // once: it is entered once
         self.in_sites.store(true, Ordering::Release);
+        self.python.fetch_or(copies, Ordering::Relaxed);
         self.members.iter().try_for_each(|member| {
             Membership::serve(py, member.frame.get()).inspect_err(|error| {
                 let _ = error.value(py).setattr("member", &member.frame);
@@ -442,18 +450,21 @@ impl BatchBase {
 }
 
 impl BatchBase {
-    /// True if the hooks of its members fire in calls of the context that entered it.
-    pub fn runs(&self, frame: &Frame) -> bool {
-        !frame.closed() && !self.in_sites.load(Ordering::Acquire)
+    /// True if the hooks of its members fire in calls of the module with this id, in the context that
+    /// entered it.
+    pub fn fires_at(&self, module: u64) -> bool {
+        let outside = || self.outside.get().is_some_and(|it| it.contains(&module));
+        !self.in_sites.load(Ordering::Acquire) || outside()
     }
 
-    /// True if a member has a hook for the module with this id.
+    /// True if hooks of its members fire in calls of the module with this id.
     pub fn has_hooks(&self, module: u64, phases: &[Phase]) -> bool {
-        self.members.iter().any(|member| {
-            let frame = member.frame.get();
-            let mut phases = phases.iter();
-            !frame.failed() && phases.any(|phase| frame.snapshot(module, *phase).is_some())
-        })
+        self.fires_at(module)
+            && self.members.iter().any(|member| {
+                let frame = member.frame.get();
+                let mut phases = phases.iter();
+                !frame.failed() && phases.any(|phase| frame.snapshot(module, *phase).is_some())
+            })
     }
 
     /// Starts to cache programs. The first member has the cache of the last batch of the same

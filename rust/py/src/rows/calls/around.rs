@@ -13,6 +13,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
+use crate::registry::Registry;
 use crate::rows::batch::{BatchBase, Batches};
 use crate::rows::calls::hooks::{FoundHooks, HooksOfMember, MemberHooks};
 use crate::rows::calls::program::{MergingMember, Program};
@@ -35,6 +36,9 @@ impl Around for Batches {
         whole: Option<&Firing<'py>>,
     ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
         let batch = frame.cast::<BatchBase>()?;
+        if !batch.get().fires_at(call.registry.get().module()) {
+            return Ok(None);
+        }
         let recall = phase == Phase::Forward && whole.is_none_or(|it| it.entries().is_empty());
         let hooks = MemberHooks::begin(batch, call, phase, whole, recall)?;
         Ok(hooks.map(|hooks| Box::new(hooks) as _))
@@ -47,7 +51,7 @@ impl Around for Batches {
 
     fn runs(&self, frame: &Bound<'_, Frame>) -> bool {
         let batch = frame.cast::<BatchBase>();
-        batch.is_ok_and(|batch| batch.get().runs(frame.get()))
+        batch.is_ok_and(|_| !frame.get().closed())
     }
 }
 
@@ -170,6 +174,29 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         }
         Ok(more.or(changed))
     }
+}
+
+/// Runs the forward hooks of a batch's members at a module on an output, outside of a call of it. None
+/// if they do not change it.
+pub fn forward_of_members<'py>(
+    batch: &Bound<'py, BatchBase>,
+    module: &Bound<'py, PyAny>,
+    registry: &Bound<'py, Registry>,
+    output: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let none = PyTuple::empty(batch.py());
+    let mut call = Call {
+        module,
+        registry,
+        frames: Frames::fixed(none.clone()),
+        args: none,
+        kwargs: None,
+        took: None,
+        part: None,
+        kept: None,
+    };
+    let hooks = MemberHooks::begin(batch, &call, Phase::Forward, None, true)?;
+    hooks.map_or(Ok(None), |it| it.forward(&mut call, 0, Some(output)))
 }
 
 /// Finds the rows of a value of a call, and whether it has them.

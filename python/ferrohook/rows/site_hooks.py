@@ -1,0 +1,150 @@
+"""Sites without tables: their operators run the hooks of batches as the graph is called."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook._core import run_forward_hooks
+from ferrohook.attach.instrument import registry_of
+from ferrohook.effects.parts import SUM, change_part, part_of
+from ferrohook.errors import HookError
+from ferrohook.plans.needs import CHANGES, GATES, BackEnd
+from ferrohook.rows import operators
+from ferrohook.rows.sites import Sites
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ferrohook._core import BatchBase
+    from ferrohook.plans import Prepared
+    from ferrohook.rows.batches import Batch
+
+_AFTER: Final = "sites run after modules: they have no inputs"
+BACK_END: Final = BackEnd(
+    CHANGES
+    | GATES
+    | {"at", "at function", "not finite", "output_index", "prepend", "priority", "table"}
+    | {"calls", "copy", "cut rows", "device", "dtype", "features", "max_bytes", "slice"},
+    {
+        "inputs": _AFTER,
+        "python": f"{_AFTER} for Python functions",
+        "route": f"{_AFTER}, and a Route needs the scores of the router",
+        "transcoder": f"{_AFTER}, where a transcoder may read",
+    },
+)
+
+
+class _HookSite:
+    """A site, for its operator."""
+
+    __slots__ = ("__weakref__", "_module", "_outer", "_sites", "beside", "part")
+
+    def __init__(self, sites: HookSites, module: nn.Module, part: Any) -> None:
+        self._sites = weakref.ref(sites)
+        self._module = weakref.ref(module)
+        path = part if isinstance(part, tuple) else () if part is None else (part,)
+        sums = path[-1:] == (SUM,)
+        self._outer = path[:-1] if sums else path
+        # The hidden state takes the changes of a sum.
+        self.part: tuple[Any, ...] = (*self._outer, 0) if sums else path
+        """Path in an output to the tensor that the operator takes and returns."""
+        self.beside: tuple[Any, ...] | None = (*self._outer, 1) if sums else None
+        """Path to what is added to it in a sum."""
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """Runs the hooks of the batch of this context; None without a batch.
+
+        Returns:
+            the tensor in memory of its own.
+        """
+        sites, module = self._sites(), self._module()
+        batch = None if sites is None or module is None else sites._batch_here()
+        if batch is None:
+            return None
+        own = x.clone()
+        value: Any = own if self.beside is None else (own, residual)
+        for step in reversed(self._outer):
+            value = _holding(step, value)
+        changed = run_forward_hooks(batch, module, value)
+        if changed is None:
+            return own
+        found: Tensor = part_of(changed, self.part)
+        return found if found.stride() == x.stride() else torch.empty_like(x).copy_(found)
+
+
+class HookSites(Sites):
+    """Sites without tables, see `sites`."""
+
+    def __init__(
+        self, model: nn.Module, parts: Mapping[str, Any], outside: Sequence[str] = ()
+    ) -> None:
+        super().__init__(model, parts, outside)
+        self._keys = torch.zeros(len(parts), 1)
+        self._points = [
+            _HookSite(self, model.get_submodule(name), part) for name, part in parts.items()
+        ]
+        self._served: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+    def _hook(self, site: int) -> Callable[..., Any]:
+        key, point = self._keys[site], self._points[site]
+        operators.assign(key, point)
+        part, beside = point.part, point.beside
+        run = torch.ops.ferrohook.run
+
+        def hook(_module: nn.Module, _args: object, output: Any) -> Any:
+            residual = None if beside is None else part_of(output, beside)
+            return change_part(output, part or None, lambda x: run(x, residual, key))
+
+        # The hook keeps them alive while they are open.
+        vars(hook)["sites"] = self
+        return hook
+
+    def begin_service(self, batch: BatchBase) -> None:  # noqa: D102 (of Sites)
+        self._members_of(batch)
+        self._serve(batch, beside=True)
+        outside = [registry_of(module).module for module in self._outside.values()]
+        batch._serve(copies=True, outside=outside)
+
+    def _refusal(self, batch: BatchBase) -> str | None:
+        if torch.is_grad_enabled():
+            return (
+                "sites without tables compute no gradients: enter the batch inside torch.no_grad() "
+                "or torch.inference_mode()"
+            )
+        return super()._refusal(batch)
+
+    def _check_plan(self, prepared: Prepared) -> None:
+        if prepared in self._served:
+            return
+        model = self._check_model(prepared)
+        outside = {*self._outside.values()}
+        for number, entry in enumerate(prepared.entries):
+            found, needs = prepared.places(number), prepared.needs[number]
+            places = {name: it for name, it in found.items() if it.module not in outside}
+            sites = self._sites_of(model, number, places)
+            if found and not places:
+                continue  # as without sites
+            reason = BACK_END.refusal(entry, needs=needs)
+            if reason is None:
+                reason = self._part_refusal(entry, places, sites)
+            if reason is not None:
+                msg = f"entry {number} of the plan cannot be served at a site: {reason}"
+                raise HookError(msg)
+        self._served.add(prepared)
+
+    def moved(self, batch: Batch) -> None:
+        """Does nothing: the hooks know the positions of the batch."""
+
+    def end_service(self, batch: BatchBase) -> None:  # noqa: D102 (of Sites)
+        self._end(batch)
+
+
+def _holding(step: str | int, value: Any) -> Any:
+    """Returns a structure that has a value where a step of an `output_index` leads."""
+    if isinstance(step, str):
+        return {step: value}
+    return (*[None] * step, value) if step >= 0 else (value, *[None] * (-step - 1))
