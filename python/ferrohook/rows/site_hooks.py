@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from ferrohook._core import BatchBase
     from ferrohook.plans import Prepared
-    from ferrohook.rows.batches import Batch
 
 _AFTER: Final = "sites run after modules: they have no inputs"
 BACK_END: Final = BackEnd(
@@ -136,7 +135,7 @@ class HookSites(Sites):
                 raise HookError(msg)
         self._served.add(prepared)
 
-    def moved(self, batch: Batch) -> None:
+    def moved(self, batch: BatchBase) -> None:
         """Does nothing: the hooks know the positions of the batch."""
 
     def end_service(self, batch: BatchBase) -> None:  # noqa: D102 (of Sites)

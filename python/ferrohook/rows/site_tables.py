@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared, Request
     from ferrohook.plans.entries import Entry
-    from ferrohook.rows.batches import Batch
     from ferrohook.tokens.positions import At
 
 _NO_GATES: Final = "sites evaluate no gates, conditions and strengths"
@@ -354,7 +353,7 @@ class TableSites(Sites):
                     tables.write(slot, changes)
                 program.slot = slot
 
-    def moved(self, batch: Batch) -> None:
+    def moved(self, batch: BatchBase) -> None:
         """Writes the rows of the batch into the tables, for the calls from now on.
 
         Raises:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
     from ferrohook.plans.entries import Entry
-    from ferrohook.rows.batches import Batch
 
 _OPEN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]]] = weakref.WeakKeyDictionary()
 
@@ -97,7 +96,7 @@ class Sites(SitesBase):
         """
         raise NotImplementedError
 
-    def moved(self, batch: Batch) -> None:
+    def moved(self, batch: BatchBase) -> None:
         """Takes note of the positions of a batch, for the calls from now on.
 
         Raises:
