@@ -275,7 +275,7 @@ def test_threads_are_served_at_a_time(request: pytest.FixtureRequest) -> None:
         in_threads(4, work)
 
 
-def open_of(own: Model, *entries: Any) -> fh.Request:
+def open_of(own: nn.Module, *entries: Any) -> fh.Request:
     return fh.Plan(*entries).prepare(own).open()
 
 
@@ -356,6 +356,45 @@ def test_a_capture_is_not_the_memory_of_the_graph() -> None:
         ):
             own(x)
         assert torch.equal(request.acts["body.first"], known)
+
+
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
+def test_another_number_of_rows_fails_the_requests_with_hooks_there() -> None:
+    own = model()
+    with laid(own), torch.no_grad():
+        request, other = (open_of(own, fh.keep(name)) for name in ("body.first", "last"))
+        own.call = lambda x: own.body(x[1:])
+        with fh.batch({request: [0], other: [1]}, size=ROWS):
+            own(torch.zeros(ROWS, WIDTH, dtype=torch.float64))
+        assert isinstance(request.error, RowsError)
+        assert isinstance(other.error, RowsError)
+
+
+class Unused(nn.Module):
+    """Computes something that it does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.main = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(x)
+        y: Tensor = self.main(x)
+        return y
+
+
+@compiled
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_outputs_that_a_graph_does_not_use_are_captured(backend: str) -> None:
+    own = Unused().requires_grad_(False)
+    x = torch.randn(ROWS, WIDTH)
+    known = own.aside(x)
+    with fh.rows.sites(own, "aside"), torch.no_grad():
+        call = torch.compile(own, fullgraph=True, backend=backend)
+        request = open_of(own, fh.keep("aside"))
+        with fh.batch({request: slice(0, ROWS)}, size=ROWS):
+            call(x)
+    torch.testing.assert_close(request.acts["aside"], known)
 
 
 def test_a_model_with_sites_is_collected() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ferrohook.effects.intervention import KINDS, number_dtype
 from ferrohook.errors import HookError, HookTypeError
@@ -228,6 +229,8 @@ def _define(library: torch.library.Library) -> None:
     library.impl("run", _run, "CompositeExplicitAutograd")
     torch.library.register_fake("ferrohook::run", _steer_fake, lib=library)
     torch.library.register_autograd("ferrohook::run", _run_backward, lib=library)
+    # Hooks read outputs that the model does not use.
+    has_side_effect(torch.ops.ferrohook.run.default)
     library.impl("steer", _steer, "CompositeExplicitAutograd")
     library.impl("change", _change, "CompositeExplicitAutograd")
     library.impl("tap", _tap, "CompositeExplicitAutograd")
