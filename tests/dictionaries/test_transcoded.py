@@ -239,8 +239,16 @@ def network() -> nn.Module:
     return Tokens(Echo(), Echo())
 
 
-def test_a_place_that_runs_later_is_named() -> None:
+def test_a_quantity_that_runs_later_is_refused() -> None:
     plan = fh.Plan(fh.on(WRITES, fh.Feature(transcoder(reads="@mlp_in.1"), 3, set=4.0)))
+    expected = "reads @mlp_in.1, which runs later than @mlp_out.0, where it writes: choose a place"
+    with pytest.raises(HookTypeError, match=expected):
+        plan.prepare(model())
+
+
+def test_a_module_that_runs_later_is_named_by_the_call() -> None:
+    own = transcoder(reads="model.layers.1.post_attention_layernorm")
+    plan = fh.Plan(fh.on(WRITES, fh.Feature(own, 3, set=4.0)))
     expected = (
         "changes the output of 'model.layers.0.mlp' by features of the same tokens at the output "
         "of 'model.layers.1.post_attention_layernorm', which has not run before it in this call"

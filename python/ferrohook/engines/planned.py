@@ -113,6 +113,9 @@ class EnginePlans(PreparedPlans):
         self._checked.add(prepared)
 
     def _unfit(self, prepared: Prepared, number: int) -> str | None:
+        for name, place in prepared.places(number, read=True).items():
+            if self._values is not None and place.module not in self._values.calls:
+                return f"{name!r} does not run in its steps"
         for name, place in prepared.places(number).items():
             module = place.module
             if is_point(module):

@@ -69,6 +69,13 @@ class Place(NamedTuple):
     """For ids of experts, where their module returns them and their weights."""
     experts: int | None = None
     """For ids of experts, their number; None if it is not known."""
+    time: int | None = None
+    """When the observed forward passed it; None if it is not known."""
+
+    @property
+    def title(self) -> str:
+        """Name of the quantity, or path of the module."""
+        return self.quantity or self.path
 
     @property
     def by_keyword(self) -> bool:
