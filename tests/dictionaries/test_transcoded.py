@@ -143,6 +143,13 @@ def test_while_generating() -> None:
     assert found.tolist() != model().generate(IDS[:1], **arguments).tolist()
 
 
+def test_it_reads_heads_side_by_side() -> None:
+    read = fh.run(model(), IDS, capture="@z.0").acts["@z.0"].flatten(-2)
+    own = transcoder(reads="@z.0")
+    found = kept(fh.on(WRITES, fh.Feature(own, 3, set=4.0)))
+    torch.testing.assert_close(found, plain()[WRITES] + change(own, 3, 4.0, read))
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     own = transcoder()
     half = language_model("llama", WIDTH).to(torch.bfloat16)

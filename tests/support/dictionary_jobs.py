@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrohook as fh
-from support.dictionaries import D_SAE, K, dictionary_of, weights_of
+from support.dictionaries import D_SAE, dictionary_of, rows_of_values, weights_of
 from support.engines import chosen_positions
 from support.serving import VOCABULARY, WIDTH
 
@@ -68,16 +68,16 @@ class FeatureJob:
         own = {kind: weights_of(kind, WIDTH, self.seed, WIDTH) for kind in KINDS}
 
         def read(_module: Any, _args: Any, x: Tensor) -> None:
-            acts["@gate.g"] = values_of("relu", own["relu"], x)[0, :, self.index[0]]
+            acts["@gate.g"] = rows_of_values("relu", own["relu"], x)[0, :, self.index[0]]
 
         def change(_module: Any, _args: Any, x: Tensor) -> Tensor:
-            values = values_of(self.kind, own[self.kind], x)[..., self.index]
+            values = rows_of_values(self.kind, own[self.kind], x)[..., self.index]
             difference = (self.number - values) @ own[self.kind]["W_dec"][self.index]
             chosen = chosen_positions(self.at, x.shape[1], len(self.prompt))
             strength = ((acts["@gate.g"] + 1) / 2).clamp(0, 1) if self.gated else 1.0
             x = x + (chosen * strength)[None, :, None] * difference
-            acts["all"] = values_of(self.kind, own[self.kind], x)[0]
-            acts["own"] = values_of("relu", own["relu"], x)[0, chosen][:, KEPT]
+            acts["all"] = rows_of_values(self.kind, own[self.kind], x)[0]
+            acts["own"] = rows_of_values("relu", own["relu"], x)[0, chosen][:, KEPT]
             return x
 
         layers = model.model.layers
@@ -101,15 +101,6 @@ class FeatureJob:
 
 def _close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def values_of(kind: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Values of all features, written out."""
-    values = (x @ weights["W_enc"] + weights["b_enc"]).clamp(min=0)
-    if kind == "groupmax":
-        groups = values.unflatten(-1, (K, -1))
-        values = torch.where(groups == groups.amax(-1, keepdim=True), groups, 0.0).flatten(-2)
-    return values
 
 
 def random_feature_jobs(count: int, seed: int = 0) -> Sequence[FeatureJob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
@@ -151,17 +152,18 @@ def check_places(feature: Feature, reads: Place, writes: Place) -> None:
         HookTypeError: one does not fit it, or cannot be written; or it reads later than it writes.
     """
     dictionary = feature.dictionary
-    for place, width, label in (
-        (reads, dictionary.d_in, "reads"),
-        (writes, feature.width, "writes"),
+    for place, width, label, last in (
+        (reads, dictionary.d_in, "reads", 2),  # heads may be side by side
+        (writes, feature.width, "writes", 1),
     ):
         if place.head is not None:
             msg = f"{dictionary!r} {label} {place.quantity}, a single head: not supported"
             raise HookTypeError(msg)
-        if place.shape is not None and place.shape[-1] != width:
+        shape = place.shape
+        if shape is not None and width not in {shape[-1], math.prod(shape[-last:])}:
             msg = (
                 f"{dictionary!r} {label} vectors of width {width}, but {place.title} has "
-                f"{place.shape[-1]}"
+                f"{shape[-1]}"
             )
             raise HookTypeError(msg)
     if writes.inputs or not writes.writable:

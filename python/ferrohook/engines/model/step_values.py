@@ -148,6 +148,17 @@ class StepValues(NamedTuple):
             return str(error)
         return None
 
+    def seen(self, place: Place) -> Place:
+        """Returns a place with the shape and the time of its tensor in the step, if it has one."""
+        calls = self.calls.get(place.module)
+        if calls is None:
+            return place
+        call = calls[-1]
+        value = call.value(inputs=place.inputs, by_keyword=place.by_keyword)
+        found = value if value is _UNKNOWN else part_of(value, place.part)
+        shape = tuple(found.shape) if isinstance(found, Tensor) else place.shape
+        return place._replace(shape=shape, time=call.start if place.inputs else call.end)
+
     def _check_point(self, name: str, place: Place, entry: Entry) -> None:
         shape = place.shape
         if isinstance(entry, KeepEntry) and shape is not None and place.head is None:
