@@ -17,7 +17,7 @@ from ferrohook.engines.sglang.front_end import _with_uploads, encode
 from ferrohook.engines.uploads import Uploads
 from ferrohook.engines.wire import FIELD, GATES, NAME
 from ferrohook.gates.streaming import extend, numbers_of
-from support.quantity_plans import NEW
+from support.quantity_plans import NEW, dictionaries
 from support.serving import Answer, Arrivals
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ class Local:
         for digest in [*self.worker._dictionaries]:
             self.worker.answer_call("drop", digest)
 
-    def with_uploads(self, plan: fh.Plan) -> dict[str, Any]:
-        """Returns parameters of a request whose plan names dictionaries."""
-        params = {"custom_params": {NAME: plan.to_json()}}
+    def with_uploads(self, plan: str) -> dict[str, Any]:
+        """Returns parameters of a request whose plan, as JSON, names dictionaries."""
+        params = {"custom_params": {NAME: plan}}
         found: dict[str, Any] = asyncio.run(_with_uploads(params, self._uploads))
         return found
 
@@ -216,7 +216,7 @@ def serve(
             for name, it in arrived.items():
                 own: dict[str, Any] = {"stream": is_streamed(name)}
                 if it.plan is not None:
-                    own["params"] = local.with_uploads(it.plan)
+                    own["params"] = local.with_uploads(it.plan.to_json())
                 now.append(request(f"{name}.", it.prompt, None, new_tokens, **own))
             if cancelled is not None:
                 now.append(abort(f"{cancelled}."))  # SGLang cancels all that begin so
@@ -244,12 +244,15 @@ def serve_plans(
     local: Local, asked: Sequence[tuple[list[int], str]]
 ) -> list[tuple[list[int], Mapping[str, Tensor]]]:
     """Serves requests of `quantity_plans` at once; returns their texts and captures."""
-    params = {"ignore_eos": True}
+    local.put_dictionaries(dictionaries())
     sent = [
-        request(f"{number}.", prompt, text, NEW, params=params)
+        request(
+            f"{number}.", prompt, None, NEW, params={"ignore_eos": True, **local.with_uploads(text)}
+        )
         for number, (prompt, text) in enumerate(asked)
     ]
     answered = local.run([sent])
+    local.drop_dictionaries()
     for each in answered.values():
         assert each["finish"]["type"] != "abort", each["finish"]
     found = [answered[each.rid] for each in sent]

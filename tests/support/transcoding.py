@@ -98,10 +98,10 @@ class Transcoded:
         """The transcoder, by a name that says all of it."""
         (read, here), (written, there) = self.read, self.written
         reads, writes = here.plan.format(read), there.plan.format(written)
-        skip = {"W_skip": torch.eye(self.width)} if self.skip else {}
         name = f"{self.kind}/{self.skip}/{reads}/{writes}"
         own: Any = {"transcoder": True, "reads": reads, "writes": writes, "name": name}
-        return dictionary_of(self.kind, width=self.width, **skip, **own)
+        own |= {"W_skip": torch.eye(self.width)} if self.skip else {}
+        return dictionary_of(self.kind, width=self.width, **own)
 
     @property
     def entry(self) -> Any:
@@ -132,7 +132,7 @@ class Transcoded:
                 chosen = chosen * ~acts["@gate.g"][0].isnan()
             if self.strength == "ramp":
                 chosen = chosen * ((acts["@gate.g"][0] + 4) / 8).clamp(0, 1).nan_to_num(0.0)
-            elif self.strength is not None:
+            elif isinstance(self.strength, float):
                 chosen = chosen * self.strength
             return output + chosen[None, :, None] * added
 

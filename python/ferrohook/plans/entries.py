@@ -163,7 +163,8 @@ class HookEntry(PlanEntry):
         return ("on", *map(content_of, own))
 
     def __reduce__(self) -> Any:
-        # Through `on`, which validates the contents of a damaged pickle.
+        # Through `on`, which validates the contents of a damaged pickle. Rewritten entries stay in
+        # their process.
         own = {"at": self.at, "phase": self.phase, **self.options}
         return functools.partial(on, **own), (self.what, self.hook)
 

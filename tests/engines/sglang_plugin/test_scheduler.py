@@ -300,7 +300,7 @@ def test_a_vector_of_another_width_is_refused(local: Local) -> None:
 def test_transcoders_that_do_not_fit_are_refused(local: Local) -> None:
     local.put_dictionaries({each.hook.dictionary.name: each.hook.dictionary for each, _ in BAD})
     for each, reason in BAD:
-        params = local.with_uploads(fh.Plan(each))
+        params = local.with_uploads(fh.Plan(each).to_json())
         assert re.search(reason, found := refusal(local, None, params=params)), (reason, found)
     assert opened(local) == 0
     local.drop_dictionaries()
@@ -486,7 +486,7 @@ def test_dictionaries_have_names(llama: Any, local: Local) -> None:
         local.put_dictionaries({str(each.name): each for each in made})
 
     def asked(name: str, job: FeatureJob) -> Any:
-        return request(name, job.prompt, params=local.with_uploads(job.plan))
+        return request(name, job.prompt, params=local.with_uploads(job.plan.to_json()))
 
     def check(jobs: Sequence[FeatureJob]) -> None:
         found = local.run([[asked(str(number), job) for number, job in enumerate(jobs)]])
