@@ -26,16 +26,21 @@ TOP, KEPT = 3, [1, 7]
 
 
 def dictionaries(seed: int = 0) -> dict[str, fh.Dictionary]:
-    """Dictionaries by kind; their names do not depend on the seed."""
+    """Dictionaries by kind, and a transcoder; their names do not depend on the seed."""
+    places: dict[str, Any] = {"reads": "@mlp_in.2", "writes": "@mlp_out.2"}
+    coder: dict[str, Any] = {"transcoder": True, "W_skip": torch.eye(WIDTH), **places}
     return {
         kind: dictionary_of(kind, seed, WIDTH, name=f"sae/{kind}", reads="model.layers.1")
         for kind in KINDS
-    }
+    } | {"coder": dictionary_of("relu", seed, WIDTH, name="sae/coder", **coder)}
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureJob:
-    """A request that sets features after layer 1, and captures features there."""
+    """A request that sets features after layer 1, and captures features there.
+
+    It doubles features of layer 2's transcoder.
+    """
 
     prompt: list[int]
     kind: str
@@ -57,6 +62,7 @@ class FeatureJob:
         return fh.Plan(
             fh.gate("g", "model.layers.0", feature),
             fh.on("model.layers.1", hook, at=self.at, **strength),
+            fh.on("@mlp_out.2", fh.Feature(own["coder"], self.index, scale=2.0), at=self.at),
             fh.keep("@gate.g"),
             fh.keep("model.layers.1", features=own[self.kind], top=TOP),
             fh.keep("model.layers.1", label="own", features=own["relu"], index=KEPT, at=self.at),
@@ -80,8 +86,17 @@ class FeatureJob:
             acts["own"] = rows_of_values("relu", own["relu"], x)[0, chosen][:, KEPT]
             return x
 
+        def double(_module: Any, args: Any, x: Tensor) -> Tensor:
+            values = rows_of_values("relu", own["relu"], args[0])[..., self.index]
+            chosen = chosen_positions(self.at, x.shape[1], len(self.prompt))
+            return x + chosen[None, :, None] * (values @ own["relu"]["W_dec"][self.index])
+
         layers = model.model.layers
-        hooks = [layers[0].register_forward_hook(read), layers[1].register_forward_hook(change)]
+        hooks = [
+            layers[0].register_forward_hook(read),
+            layers[1].register_forward_hook(change),
+            layers[2].mlp.register_forward_hook(double),
+        ]
         try:
             logits = model(torch.tensor([[*self.prompt, *given.tokens[:-1]]])).logits[0]
         finally:
