@@ -143,6 +143,13 @@ def test_while_generating() -> None:
     assert found.tolist() != model().generate(IDS[:1], **arguments).tolist()
 
 
+def test_it_reads_heads_side_by_side() -> None:
+    read = fh.run(model(), IDS, capture="@z.0").acts["@z.0"].flatten(-2)
+    own = transcoder(reads="@z.0")
+    found = kept(fh.on(WRITES, fh.Feature(own, 3, set=4.0)))
+    torch.testing.assert_close(found, plain()[WRITES] + change(own, 3, 4.0, read))
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     own = transcoder()
     half = language_model("llama", WIDTH).to(torch.bfloat16)
@@ -239,8 +246,16 @@ def network() -> nn.Module:
     return Tokens(Echo(), Echo())
 
 
-def test_a_place_that_runs_later_is_named() -> None:
+def test_a_quantity_that_runs_later_is_refused() -> None:
     plan = fh.Plan(fh.on(WRITES, fh.Feature(transcoder(reads="@mlp_in.1"), 3, set=4.0)))
+    expected = "reads @mlp_in.1, which runs later than @mlp_out.0, where it writes: choose a place"
+    with pytest.raises(HookTypeError, match=expected):
+        plan.prepare(model())
+
+
+def test_a_module_that_runs_later_is_named_by_the_call() -> None:
+    own = transcoder(reads="model.layers.1.post_attention_layernorm")
+    plan = fh.Plan(fh.on(WRITES, fh.Feature(own, 3, set=4.0)))
     expected = (
         "changes the output of 'model.layers.0.mlp' by features of the same tokens at the output "
         "of 'model.layers.1.post_attention_layernorm', which has not run before it in this call"

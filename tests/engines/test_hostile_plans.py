@@ -24,8 +24,17 @@ from support.dictionaries import dictionary_of
 from support.made_engine import Worker
 
 WIDTH = dictionary_of("relu").d_in
-TABLE = ModuleTable({it: ModuleInfo("tensor", WIDTH, 4 * WIDTH) for it in ("", "0", "1")}, {})
+TIMES = {"": (1, 6), "0": (2, 3), "1": (4, 5)}
+TABLE = ModuleTable(
+    {
+        name: ModuleInfo("tensor", WIDTH, 4 * WIDTH, start=start, end=end)
+        for name, (start, end) in TIMES.items()
+    },
+    {},
+)
 SAE = dictionary_of("relu", name="sae")
+CODER = dictionary_of("relu", name="coder", transcoder=True, reads="0", writes="1")
+KNOWN = {"sae": SAE, "coder": CODER}
 VECTOR = torch.linspace(-1, 1, WIDTH)
 
 
@@ -50,6 +59,12 @@ def whole() -> list[Any]:
             fh.keep(["0", "1"], at="last_prompt", dtype=torch.float16, max_bytes=10**6),
         ),
         fh.Plan(
+            fh.gate("e", "0", fh.FeatureActivation(CODER, 3)),
+            fh.on("1", fh.Feature(CODER, [3, 5], scale=2.0, output_index=None), at="generated"),
+            fh.on("1", fh.Feature(CODER, 7, add=1.0), strength=0.5, when=fh.above("e", 0.0)),
+            fh.on("0", fh.Feature(CODER, 7, set=1.0), strength=fh.ramp("e", 0.0, 1.0)),
+        ),
+        fh.Plan(
             fh.on("@experts.0", fh.Route(torch.tensor([1, 0]), torch.tensor([0.5, 0.5]))),
             fh.on("0", fh.Replace(VECTOR, output_index=0), at=3),
             fh.on("1", fh.Ablate(VECTOR), priority=3),
@@ -71,7 +86,9 @@ def junk(rng: random.Random, parts: list[Any]) -> Any:
         [
             lambda: rng.choice([None, True, False, 0, -1, 1, 2**31, 2**63, -(2**64), 10**400]),
             lambda: rng.choice([1e308, -1e308, 5e-324, float("nan"), float("inf"), 0.5]),
-            lambda: rng.choice(["", "a", "@gate.a", "@gate.", "0", "sae", "NaN", "\x00", "\ud800"]),
+            lambda: rng.choice(
+                ["", "a", "@gate.a", "@gate.", "0", "sae", "coder", "\x00", "\ud800"]
+            ),
             lambda: rng.choice(["x" * 10_000, "**", "float16", "prompt", "on", "__class__"]),
             lambda: rng.choice([[], {}, [[]], [None], {"": None}, {"type": None}, {"tensor": "v"}]),
             lambda: copy.deepcopy(rng.choice(parts)),
@@ -123,15 +140,16 @@ def test_spoilt_plans_are_refused_as_values(request: pytest.FixtureRequest) -> N
     engines: list[str] = []
     whole_number = request.config.getoption("requests") or 3000
     for body in bodies:
-        plan_of(body, dictionaries={"sae": SAE})
+        plan_of(body, dictionaries=KNOWN)
     for number in range(whole_number):
         body = spoilt(rng, bodies)
         try:
-            plan_of(json.dumps(body) if number % 2 else body, dictionaries={"sae": SAE})
+            plan_of(json.dumps(body) if number % 2 else body, dictionaries=KNOWN)
         except ValueError as error:
             services.append(str(error))
         try:
-            read = judge.read(body, UploadsOfPlan.travelled({"v": VECTOR}, {"sae": (SAE, "1")}))
+            found = {name: (each, name) for name, each in KNOWN.items()}
+            read = judge.read(body, UploadsOfPlan.travelled({"v": VECTOR}, found))
             judge.check_captures(read.plan, 4, 8)
             judge.salt(read, 4, None)
         except ValueError as error:

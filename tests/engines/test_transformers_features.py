@@ -60,6 +60,15 @@ def test_requests_with_features_answer_as_they_do_alone() -> None:
         narrow = fh.Plan(fh.keep("@resid_post.0", features=dictionary_of("relu"), top=2))
         with pytest.raises(fh.HookError, match="reads vectors of width 12, but the output of"):
             attached.add_request([3, 4], "kept", plan=narrow)
+        for width, reads, reason in (
+            (WIDTH, "model.layers.2.mlp", "layers.2.mlp, which runs later than @mlp_out.1"),
+            (12, "model.layers.0.mlp", "vectors of width 12, but model.layers.0.mlp has 32"),
+            (WIDTH, "model.layers.0.mlp.experts", "nothing in LlamaForCausalLM matches"),
+        ):
+            wrong = dictionary_of("relu", 0, width, WIDTH, transcoder=True, reads=reads)
+            plan = fh.Plan(fh.on("@mlp_out.1", fh.Feature(wrong, 3, set=1.0)))
+            with pytest.raises((fh.HookError, fh.SelectionError), match=reason):
+                attached.add_request([3, 4], "wrong", plan=plan)
     for output in outputs:
         prompt, plan = jobs[int(output.request_id)]
         assert output.error is None

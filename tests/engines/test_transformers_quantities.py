@@ -15,7 +15,7 @@ from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.transformers import attach, generate_batch
 from ferrohook.engines.transformers.steps import ROWS
 from support.engines import batching
-from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
+from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, read_plan, texts, wrong_plans
 from support.routes import check_routes
 
 SIZES = {
@@ -59,7 +59,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def generate(model: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
     prompts = [prompt for prompt, _ in asked]
-    plans = [fh.Plan.from_json(text) for _, text in asked]
+    plans = [read_plan(text) for _, text in asked]
     settings = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -85,7 +85,7 @@ def test_twelve_plans_at_once_give_what_each_gives_alone(model: Any) -> None:
 def test_the_plans_do_something(model: Any) -> None:
     plain = alone(model, fh.Plan(fh.keep("@final_norm")), PROMPTS[0], NEW)[1]
     for name, text in texts().items():
-        changes = fh.Plan.from_json(text) + fh.Plan(fh.keep("@final_norm", label="end"))
+        changes = read_plan(text) + fh.Plan(fh.keep("@final_norm", label="end"))
         if name.startswith("read"):
             continue
         acts = alone(model, changes, PROMPTS[0], NEW)[1]

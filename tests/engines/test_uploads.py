@@ -17,10 +17,11 @@ import ferrohook as fh
 from ferrohook.dictionaries.formulas import Rounding
 from ferrohook.dictionaries.packing import settings_of, weights_of
 from ferrohook.engines.admission import Admission
-from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.model.modules import NEVER_RAN, ModuleInfo, ModuleTable
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan
 from ferrohook.engines.wire import bytes_of, digest_of, packed_uploads, unpacked_uploads
+from ferrohook.plans.entries import HookEntry
 from support.dictionaries import D_IN, D_SAE, KINDS, dictionary_of
 
 if TYPE_CHECKING:
@@ -238,15 +239,88 @@ def test_entries_that_do_not_fit_are_refused(entry: Any, reason: str) -> None:
         reader()(uploads, fh.Plan(entry))
 
 
+LAYERS = ModuleTable(
+    {
+        "": ModuleInfo("tensor", D_IN, 4 * D_IN, start=1, end=8),
+        "first": ModuleInfo("stream", D_IN, 48, outputs=((D_IN, 48), (8, 32)), start=2, end=3),
+        "other": ModuleInfo("other", outputs=((D_IN, 48), (8, 32)), start=4, end=5),
+        "last": ModuleInfo("tensor", D_IN, 4 * D_IN, start=6, end=7),
+        "never": NEVER_RAN,
+    },
+    {"whole": ["part"]},
+)
+
+
+def coder(reads: str = "first", width: int = D_IN, **more: Any) -> fh.Dictionary:
+    own = {"transcoder": True, "reads": reads, "name": "coder"}
+    return dictionary_of("relu", width=width, d_out=D_IN, **own | more)
+
+
+def admitted(table: ModuleTable, *entries: Any) -> Any:
+    hooks = [it.hook for it in entries if isinstance(it, HookEntry)]
+    uploads = UploadsOfPlan(uploaded(*(it.dictionary for it in hooks)).find)
+    return Admission(table, EngineOptions(), b"secret").read(fh.Plan(*entries).to_json(), uploads)
+
+
+def test_a_transcoder_reads_where_the_engine_has_its_tensor() -> None:
+    read = admitted(LAYERS, fh.on("last", fh.Feature(coder(), 3, set=1.0), at="prompt"))
+    (entry,) = read.plan.entries
+    assert entry.reads == ("first", "sum")
+    assert (entry.what, entry.at, entry.hook.output_index) == (["last"], "prompt", None)
+    (entry,) = admitted(LAYERS, fh.on("first", fh.Feature(coder(), 3, set=1.0))).plan.entries
+    assert (entry.reads, entry.hook.output_index) == (("first", "sum"), "sum")
+
+
+def test_a_transcoder_that_reads_elsewhere_has_another_salt() -> None:
+    judge = Admission(LAYERS, EngineOptions(), b"secret")
+    reads = (coder("first"), coder("last"), coder("first"))
+    entries = [fh.on("last", fh.Feature(each, 3, set=1.0)) for each in reads]
+    one, other, again = (judge.salt(admitted(LAYERS, each), 8, None) for each in entries)
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("own", "what", "reason"),
+    [
+        (coder("second"), "last", "nothing in Model matches 'second'"),
+        (coder("never"), "last", "never runs"),
+        (coder("part"), "last", "part of a module that the engine fuses: 'whole'"),
+        (coder("other"), "last", "returns several tensors"),
+        (coder("@mlp_in.1"), "last", "@mlp_in.1 is not proved|has no @mlp_in"),
+        (coder("last"), "first", "reads last, which runs later than first, where it writes"),
+        (coder(""), "last", r"reads \(model\), which runs later than last"),
+        (coder(width=8), "last", "reads vectors of width 8, but first has 12"),
+        (
+            dictionary_of(
+                "relu", width=D_IN, d_out=8, transcoder=True, reads="first", name="coder"
+            ),
+            "last",
+            "width of 8",
+        ),
+        (coder("*st"), "last", "reads and writes one place each, not 'first', 'last'"),
+        (coder(), ["first", "last"], "reads and writes one place each, not 'first', 'last'"),
+    ],
+)
+def test_a_transcoder_that_does_not_fit_is_refused(
+    own: fh.Dictionary, what: Any, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"entries\[0\]: .*({reason})"):
+        admitted(LAYERS, fh.on(what, fh.Feature(own, 3, set=1.0)))
+
+
 def test_a_compiled_engine_refuses_features_by_name() -> None:
     table = ModuleTable(TABLE.table, {}, compiled=True)
     judge = Admission(table, EngineOptions(), b"secret")
     for entry, reason in (
         (fh.keep("0", features=SAE, top=2), "a compiled engine reads no features"),
         (fh.on("0", fh.Feature(SAE, 1, set=3.0)), "this compiled engine only supports Add"),
+        (
+            fh.on("0", fh.Feature(coder("0"), 1, set=3.0)),
+            "a compiled engine changes no features of transcoders: start it with enforce_eager",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
-            judge.read(fh.Plan(entry).to_json(), UploadsOfPlan(uploaded(SAE).find))
+            judge.read(fh.Plan(entry).to_json(), UploadsOfPlan(uploaded(SAE, coder("0")).find))
 
 
 def test_captures_of_features_count_their_own_bytes() -> None:

@@ -99,6 +99,8 @@ class Drawing:
         encoder, decoder = torch.randn(2, WIDTH, 12, generator=self.generator, dtype=torch.float64)
         biases = {"b_enc": decoder[0], "b_dec": decoder[:, 0]}
         self.dictionary = fh.Dictionary(encoder, decoder.T, **biases, activation="topk", k=3)
+        places = {"reads": "body.first", "writes": "body.pair"}
+        self.transcoder = fh.Dictionary(encoder, decoder.T, **biases, **places, transcoder=True)
 
     def vector(self) -> Tensor:
         return torch.randn(WIDTH, generator=self.generator, dtype=torch.float64)
@@ -154,7 +156,11 @@ class Drawing:
             options["strength"] = fh.ramp("g", -1.0, 1.0) if follows else 0.5
         if self.rng.random() < 0.3:
             options["priority"] = self.rng.choice([-1, 1])
-        return fh.on(named(name), self.change(part), **options)
+        change = self.change(part)
+        if name == "pair" and self.rng.random() < 0.5:
+            index = self.rng.randrange(12)
+            change = fh.Feature(self.transcoder, index, add=2.0, output_index=part)
+        return fh.on(named(name), change, **options)
 
     def kept(self, place: int) -> Any:
         name, part = [*PARTS.items()][place]
@@ -279,6 +285,15 @@ def open_of(own: nn.Module, *entries: Any) -> fh.Request:
     return fh.Plan(*entries).prepare(own).open()
 
 
+def transcoded(wrong: Any) -> fh.Feature:
+    """A change of a transcoder that is wrong where it writes, or reads."""
+    reads, part = ("body.first", None) if wrong == 0 else (wrong, 0)
+    weights = torch.ones(2, WIDTH, WIDTH, dtype=torch.float64)
+    biases = {"b_enc": weights[0, 0], "b_dec": weights[0, 0]}
+    transcoder = fh.Dictionary(*weights, **biases, transcoder=True, reads=reads)
+    return fh.Feature(transcoder, 0, set=1.0, output_index=part)
+
+
 REFUSED: list[tuple[Any, str]] = [
     (fh.keep("body"), "'body', which is not a site"),
     (fh.keep("body.first", inputs=True), "no inputs"),
@@ -286,6 +301,8 @@ REFUSED: list[tuple[Any, str]] = [
     (fh.keep("body.pair", output_index=1), "output_index differs from the sites', 0"),
     (fh.gate("g", "body.stream", fh.Norm(), output_index=0), "output_index differs"),
     (fh.keep("body.first", detach=False), "detach is not supported"),
+    (fh.on("body.pair", transcoded(0)), "output_index differs from the sites', 0"),
+    (fh.on("body.pair", transcoded("body")), "'body', which is not a site"),
 ]
 
 

@@ -91,3 +91,12 @@ def normalized_by_hand(normalization: str, x: Tensor) -> tuple[Tensor, Tensor, T
         length = x.square().sum().sqrt()
         return x / length * len(x) ** 0.5, length / len(x) ** 0.5, zero
     return x, one, zero
+
+
+def rows_of_values(kind: str, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Values of all tokens, of a relu or groupmax dictionary."""
+    values = (x @ w["W_enc"] + w["b_enc"]).clamp(min=0)
+    if kind == "groupmax":
+        groups = values.unflatten(-1, (K, -1))
+        values = torch.where(groups == groups.amax(-1, keepdim=True), groups, 0.0).flatten(-2)
+    return values

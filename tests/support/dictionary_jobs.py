@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrohook as fh
-from support.dictionaries import D_SAE, K, dictionary_of, weights_of
+from support.dictionaries import D_SAE, dictionary_of, rows_of_values, weights_of
 from support.engines import chosen_positions
 from support.serving import VOCABULARY, WIDTH
 
@@ -26,16 +26,21 @@ TOP, KEPT = 3, [1, 7]
 
 
 def dictionaries(seed: int = 0) -> dict[str, fh.Dictionary]:
-    """Dictionaries by kind; their names do not depend on the seed."""
+    """Dictionaries by kind, and a transcoder; their names do not depend on the seed."""
+    places: dict[str, Any] = {"reads": "@mlp_in.2", "writes": "@mlp_out.2"}
+    coder: dict[str, Any] = {"transcoder": True, "W_skip": torch.eye(WIDTH), **places}
     return {
         kind: dictionary_of(kind, seed, WIDTH, name=f"sae/{kind}", reads="model.layers.1")
         for kind in KINDS
-    }
+    } | {"coder": dictionary_of("relu", seed, WIDTH, name="sae/coder", **coder)}
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureJob:
-    """A request that sets features after layer 1, and captures features there."""
+    """A request that sets features after layer 1, and captures features there.
+
+    It doubles features of layer 2's transcoder.
+    """
 
     prompt: list[int]
     kind: str
@@ -57,6 +62,7 @@ class FeatureJob:
         return fh.Plan(
             fh.gate("g", "model.layers.0", feature),
             fh.on("model.layers.1", hook, at=self.at, **strength),
+            fh.on("@mlp_out.2", fh.Feature(own["coder"], self.index, scale=2.0), at=self.at),
             fh.keep("@gate.g"),
             fh.keep("model.layers.1", features=own[self.kind], top=TOP),
             fh.keep("model.layers.1", label="own", features=own["relu"], index=KEPT, at=self.at),
@@ -68,20 +74,29 @@ class FeatureJob:
         own = {kind: weights_of(kind, WIDTH, self.seed, WIDTH) for kind in KINDS}
 
         def read(_module: Any, _args: Any, x: Tensor) -> None:
-            acts["@gate.g"] = values_of("relu", own["relu"], x)[0, :, self.index[0]]
+            acts["@gate.g"] = rows_of_values("relu", own["relu"], x)[0, :, self.index[0]]
 
         def change(_module: Any, _args: Any, x: Tensor) -> Tensor:
-            values = values_of(self.kind, own[self.kind], x)[..., self.index]
+            values = rows_of_values(self.kind, own[self.kind], x)[..., self.index]
             difference = (self.number - values) @ own[self.kind]["W_dec"][self.index]
             chosen = chosen_positions(self.at, x.shape[1], len(self.prompt))
             strength = ((acts["@gate.g"] + 1) / 2).clamp(0, 1) if self.gated else 1.0
             x = x + (chosen * strength)[None, :, None] * difference
-            acts["all"] = values_of(self.kind, own[self.kind], x)[0]
-            acts["own"] = values_of("relu", own["relu"], x)[0, chosen][:, KEPT]
+            acts["all"] = rows_of_values(self.kind, own[self.kind], x)[0]
+            acts["own"] = rows_of_values("relu", own["relu"], x)[0, chosen][:, KEPT]
             return x
 
+        def double(_module: Any, args: Any, x: Tensor) -> Tensor:
+            values = rows_of_values("relu", own["relu"], args[0])[..., self.index]
+            chosen = chosen_positions(self.at, x.shape[1], len(self.prompt))
+            return x + chosen[None, :, None] * (values @ own["relu"]["W_dec"][self.index])
+
         layers = model.model.layers
-        hooks = [layers[0].register_forward_hook(read), layers[1].register_forward_hook(change)]
+        hooks = [
+            layers[0].register_forward_hook(read),
+            layers[1].register_forward_hook(change),
+            layers[2].mlp.register_forward_hook(double),
+        ]
         try:
             logits = model(torch.tensor([[*self.prompt, *given.tokens[:-1]]])).logits[0]
         finally:
@@ -101,15 +116,6 @@ class FeatureJob:
 
 def _close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def values_of(kind: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Values of all features, written out."""
-    values = (x @ weights["W_enc"] + weights["b_enc"]).clamp(min=0)
-    if kind == "groupmax":
-        groups = values.unflatten(-1, (K, -1))
-        values = torch.where(groups == groups.amax(-1, keepdim=True), groups, 0.0).flatten(-2)
-    return values
 
 
 def random_feature_jobs(count: int, seed: int = 0) -> Sequence[FeatureJob]:

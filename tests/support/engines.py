@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from support.transcoding import Transcoded
+
 EOS = 2
 LAYERS = 3
 WIDTH = 32
@@ -212,6 +214,13 @@ class Job:
     python: str | None = None
     """Module to whose output a Python hook adds."""
     gated: Gated | None = None
+    transcoded: Transcoded | None = None
+
+    @property
+    def dictionaries(self) -> dict[str, fh.Dictionary]:
+        """The dictionaries that its plan names."""
+        own = [] if self.transcoded is None else [self.transcoded.dictionary]
+        return {str(each.name): each for each in own}
 
     @property
     def captures(self) -> bool:
@@ -227,6 +236,7 @@ class Job:
         if self.python is not None:
             entries.append(fh.on(self.python, add))
         entries += [] if self.gated is None else self.gated.entries
+        entries += [] if self.transcoded is None else [self.transcoded.entry]
         entries += [fh.keep(each) for each in self.kept]
         return fh.Plan(*entries) if entries else None
 
@@ -248,6 +258,8 @@ class Job:
             handles.append(hook(self.python, add))
         if self.gated is not None:
             handles += [hook(*each) for each in self.gated.hooks(len(self.prompt), acts)]
+        if self.transcoded is not None:
+            handles += self.transcoded.register(model, len(self.prompt), acts)
         handles += [hook(name, record(name)) for name in self.kept]
         ids = torch.tensor([[*self.prompt, *text][:-1]])
         with torch.no_grad():

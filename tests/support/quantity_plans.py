@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrohook as fh
+from support.dictionaries import dictionary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,31 @@ PROMPTS = ([5, 9, 22, 31, 4, 17, 8], [40, 3, 12], [7, 7, 19, 60, 2, 33, 28, 15, 
 
 def _direction(size: int, seed: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def dictionaries() -> dict[str, fh.Dictionary]:
+    """Returns the transcoders of the plans, by name."""
+    places = {"in a layer": ("@resid_mid.1", "@mlp_out.1"), "of heads": ("@z.1", "@mlp_out.1")}
+    places["between layers"] = ("@resid_post.0", "@attn_out.2")
+    return {
+        name: dictionary_of(
+            "relu", width=WIDTH, transcoder=True, reads=reads, writes=writes, name=name
+        )
+        for name, (reads, writes) in places.items()
+    }
+
+
+def read_plan(text: str) -> fh.Plan:
+    """Reads one of the plans from JSON."""
+    return fh.Plan.from_json(text, dictionaries=dictionaries())
+
+
+def _features(name: str, *kept: str, **options: Any) -> fh.Plan:
+    """A plan that changes features of one of the transcoders."""
+    own = dictionaries()[name]
+    hook = fh.Feature(own, [3, 7], set=4.0)
+    return fh.Plan(fh.on(own.writes, hook, **options), fh.keep([*kept]))
 
 
 def plans() -> dict[str, fh.Plan]:
@@ -56,6 +82,9 @@ def plans() -> dict[str, fh.Plan]:
             fh.on("@q.1.1", fh.Scale(0.5)),
             fh.keep(["@k.2.0", "@q.*.1", "@z.2"], at="generated"),
         ),
+        "features in a layer": _features("in a layer", "@mlp_out.1", end),
+        "features by heads": _features("of heads", "@mlp_out.1", "@z.1", strength=0.5),
+        "features later": _features("between layers", "@attn_out.2", end, at=slice(2, None)),
     }
 
 
@@ -140,7 +169,7 @@ def wrong_plans(
     wrong = {}
     for name, (prompt, text), found in zip(named, asked, serve(asked), strict=True):
         try:
-            check(name, found, alone(model, fh.Plan.from_json(text), prompt, NEW))
+            check(name, found, alone(model, read_plan(text), prompt, NEW))
         except AssertionError as error:
             wrong[name] = str(error)
     return wrong

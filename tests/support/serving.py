@@ -23,6 +23,7 @@ from transformers import (
 
 import ferrohook as fh
 from support.engines import Change, Gated, Job
+from support.transcoding import Transcoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,10 +95,12 @@ class Answer:
     hook_error: BaseException | None = None
 
 
-def random_jobs(number: int, seed: int, longest: int = 60, gates: float = 0.0) -> list[Job]:
+def random_jobs(
+    number: int, seed: int, longest: int = 60, *, gates: float = 0.0, transcoders: float = 0.0
+) -> list[Job]:
     """Requests of which a third have no plan; every other begins with one of three prefixes.
 
-    `gates`: share of the plans that have a gate.
+    `gates`: share of the plans that have a gate; `transcoders`: that change features of one.
     """
     rng = random.Random(seed)  # noqa: S311 (tests)
     generator = torch.Generator().manual_seed(seed)
@@ -127,7 +130,10 @@ def random_jobs(number: int, seed: int, longest: int = 60, gates: float = 0.0) -
         names += ["model.layers.1.mlp", "model.norm"]
         kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
         gated = Gated.drawn(rng, generator, LAYERS, WIDTH) if rng.random() < gates else None
-        jobs.append(Job(prompt, changes, kept, gated=gated))
+        transcoded = None
+        if transcoders and rng.random() < transcoders:
+            transcoded = Transcoded.drawn(rng, LAYERS, WIDTH, gated)
+        jobs.append(Job(prompt, changes, kept, gated=gated, transcoded=transcoded))
     return jobs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import itertools
 import os
 from array import array
@@ -11,10 +13,11 @@ import torch
 
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
-from ferrohook.engines.sglang.front_end import encode
+from ferrohook.engines.sglang.front_end import _with_uploads, encode
+from ferrohook.engines.uploads import Uploads
 from ferrohook.engines.wire import FIELD, GATES, NAME
 from ferrohook.gates.streaming import extend, numbers_of
-from support.quantity_plans import NEW
+from support.quantity_plans import NEW, dictionaries
 from support.serving import Answer, Arrivals
 
 if TYPE_CHECKING:
@@ -71,6 +74,24 @@ class Local:
             object.__setattr__(self.scheduler.ipc_channels, name, sink)
         self.scheduler.ingest_requests = self._ingest
         self._feed: Iterator[Iterable[Any]] = iter(())
+        self._uploads = Uploads(2**30)
+
+    def put_dictionaries(self, dictionaries: Mapping[str, fh.Dictionary]) -> None:
+        """Uploads dictionaries, as a front end does."""
+        data, digests = self._uploads.packed(dictionaries)
+        assert self.worker.answer_call("put", base64.b64encode(data).decode()) == {}
+        self._uploads.put(dictionaries, digests)
+
+    def drop_dictionaries(self) -> None:
+        """Drops those that the worker has."""
+        for digest in [*self.worker._dictionaries]:
+            self.worker.answer_call("drop", digest)
+
+    def with_uploads(self, plan: str) -> dict[str, Any]:
+        """Returns parameters of a request whose plan, as JSON, names dictionaries."""
+        params = {"custom_params": {NAME: plan}}
+        found: dict[str, Any] = asyncio.run(_with_uploads(params, self._uploads))
+        return found
 
     def _ingest(self, stop_at_pause: bool = False) -> list[Any]:
         now = next(self._feed, None)
@@ -176,6 +197,7 @@ def serve(
     Some of their prompts come again with plans that are bad or fail as they run.
     """
     arrivals = Arrivals(jobs, seed, aborted)
+    local.put_dictionaries({name: it for job in jobs for name, it in job.dictionaries.items()})
     spoilt = [
         fh.Plan(fh.keep("model.layers.77")),
         fh.Plan(fh.keep("model.layers.1", max_bytes=4000)),
@@ -190,10 +212,12 @@ def serve(
             if not arrivals.waiting:
                 return
             arrived, cancelled = arrivals.step()
-            now = [
-                request(f"{name}.", it.prompt, it.plan, new_tokens, stream=is_streamed(name))
-                for name, it in arrived.items()
-            ]
+            now = []
+            for name, it in arrived.items():
+                own: dict[str, Any] = {"stream": is_streamed(name)}
+                if it.plan is not None:
+                    own["params"] = local.with_uploads(it.plan.to_json())
+                now.append(request(f"{name}.", it.prompt, None, new_tokens, **own))
             if cancelled is not None:
                 now.append(abort(f"{cancelled}."))  # SGLang cancels all that begin so
             if arrived:
@@ -202,6 +226,7 @@ def serve(
             yield now
 
     found = local.run(feed())
+    local.drop_dictionaries()
     ends = {
         name: each["finish"]["type"] for name, each in found.items() if name.startswith("spoilt")
     }
@@ -219,12 +244,15 @@ def serve_plans(
     local: Local, asked: Sequence[tuple[list[int], str]]
 ) -> list[tuple[list[int], Mapping[str, Tensor]]]:
     """Serves requests of `quantity_plans` at once; returns their texts and captures."""
-    params = {"ignore_eos": True}
+    local.put_dictionaries(dictionaries())
     sent = [
-        request(f"{number}.", prompt, text, NEW, params=params)
+        request(
+            f"{number}.", prompt, None, NEW, params={"ignore_eos": True, **local.with_uploads(text)}
+        )
         for number, (prompt, text) in enumerate(asked)
     ]
     answered = local.run([sent])
+    local.drop_dictionaries()
     for each in answered.values():
         assert each["finish"]["type"] != "abort", each["finish"]
     found = [answered[each.rid] for each in sent]

@@ -37,7 +37,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     model = save_model(found.kind, folder)
     local = Local(folder, **found.options)
-    jobs = random_jobs(found.requests, found.seed)
+    jobs = random_jobs(found.requests, found.seed, transcoders=0.3)
     answers = serve(local, jobs, found.seed, NEW, found.aborted)
     wrong = wrong_answers(model, jobs, answers, NEW)
     table = local.worker.loaded_model().modules.named.table

@@ -131,9 +131,15 @@ def serve(
 
     The values of gates are read along, as a stream does.
     """
-    from ferrohook.engines.vllm import activations  # noqa: PLC0415
+    from ferrohook.engines.vllm import (  # noqa: PLC0415
+        activations,
+        drop_dictionaries,
+        put_dictionaries,
+    )
     from ferrohook.engines.vllm.requests import streams  # noqa: PLC0415
 
+    dictionaries = {name: it for job in jobs for name, it in job.dictionaries.items()}
+    put_dictionaries(llm, dictionaries.values())
     read = {f"stream-{number}": AnswerGates() for number, job in enumerate(jobs) if job.gated}
     streams.update(read)
     engine = llm.llm_engine
@@ -163,6 +169,7 @@ def serve(
                 assert values["positions"] == captured.positions["@gate.g"].tolist()
                 found = torch.tensor(numbers_of(values))
                 torch.testing.assert_close(found, acts["@gate.g"], equal_nan=True)
+    drop_dictionaries(llm, [*dictionaries])
     return answers
 
 

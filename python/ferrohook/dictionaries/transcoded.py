@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import math
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from ferrohook.dictionaries.features import computed_in
 from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.never_trace import never_trace
+from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     TokensOfCall = tuple[list[int], list[int], int, list[int] | None]
     """Row and position of each token, id of the sequences, lengths of the prompts."""
 
+
+T = TypeVar("T")
 
 _MOST_PENDING: Final = 64
 """Calls of a request at a time between the two places of a transcoder."""
@@ -66,7 +70,7 @@ class TranscodedFeature:
         # Without their modules, which would make a reference cycle.
         self._reads, self._writes = (it._replace(module=None) for it in (reads, writes))  # type: ignore[arg-type]
         self._condition, self._strength = condition, strength
-        _check_places(feature, reads, writes)
+        check_places(feature, reads, writes)
 
     def read(
         self, request: TranscodedRequest, value: Any, places: Tensor, tokens: TokensOfCall
@@ -129,30 +133,49 @@ class TranscodedFeature:
         return change_part(value, self._writes.part, changed, adds=True)
 
 
-def _check_places(feature: Feature, reads: Place, writes: Place) -> None:
+def one_place(found: Mapping[str, T]) -> tuple[str, T]:
+    """Returns the only place among those that a selector of a transcoder names, with its name.
+
+    Raises:
+        HookTypeError: there are several.
+    """
+    if len(found) > 1:
+        msg = f"a transcoder reads and writes one place each, not {listed(found)}"
+        raise HookTypeError(msg)
+    return next(iter(found.items()))
+
+
+def check_places(feature: Feature, reads: Place, writes: Place) -> None:
     """Validates the places of a transcoder.
 
     Raises:
-        HookTypeError: one does not fit it, or cannot be written.
+        HookTypeError: one does not fit it, or cannot be written; or it reads later than it writes.
     """
     dictionary = feature.dictionary
-    for place, width, label in (
-        (reads, dictionary.d_in, "reads"),
-        (writes, feature.width, "writes"),
+    for place, width, label, last in (
+        (reads, dictionary.d_in, "reads", 2),  # heads may be side by side
+        (writes, feature.width, "writes", 1),
     ):
         if place.head is not None:
             msg = f"{dictionary!r} {label} {place.quantity}, a single head: not supported"
             raise HookTypeError(msg)
-        if place.shape is not None and place.shape[-1] != width:
+        shape = place.shape
+        if shape is not None and width not in {shape[-1], math.prod(shape[-last:])}:
             msg = (
-                f"{dictionary!r} {label} vectors of width {width}, but {place.quantity} has "
-                f"{place.shape[-1]}"
+                f"{dictionary!r} {label} vectors of width {width}, but {place.title} has "
+                f"{shape[-1]}"
             )
             raise HookTypeError(msg)
     if writes.inputs or not writes.writable:
         msg = (
-            f"{dictionary!r} writes {writes.quantity or writes.path}, which is no output that can "
-            "be changed: choose the contribution of a block, such as @mlp_out"
+            f"{dictionary!r} writes {writes.title}, which is no output that can be changed: choose "
+            "the contribution of a block, such as @mlp_out"
+        )
+        raise HookTypeError(msg)
+    if reads.time is not None and writes.time is not None and reads.time > writes.time:
+        msg = (
+            f"{dictionary!r} reads {reads.title}, which runs later than {writes.title}, where it "
+            "writes: choose a place that runs before"
         )
         raise HookTypeError(msg)
 

@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Final, cast
 
 from ferrohook.attach.attention import DIMENSIONS, is_point
-from ferrohook.errors import HookError
+from ferrohook.dictionaries.transcoded import check_places
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import dictionary_in
 from ferrohook.plans.needs import NEEDS, BackEnd
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.dictionaries.dictionary import Dictionary
     from ferrohook.engines.model.step_values import StepValues
+    from ferrohook.plans.entries import HookEntry
 
 
 BACK_END: Final = BackEnd(
@@ -113,17 +115,26 @@ class EnginePlans(PreparedPlans):
         self._checked.add(prepared)
 
     def _unfit(self, prepared: Prepared, number: int) -> str | None:
-        for name, place in prepared.places(number).items():
+        places, read = prepared.places(number), prepared.places(number, read=True)
+        for name, place in (*read.items(), *places.items()):
             module = place.module
             if is_point(module):
                 point = cast("AttentionPoint", module)
                 if "keys" in DIMENSIONS[point.name]:
                     return f"{name}: {NO_PATTERN}"
                 module = point.points.module
-            if self._values is None:
-                continue
-            if module not in self._values.calls:
+            if self._values is not None and module not in self._values.calls:
                 return f"{name!r} does not run in its steps"
-            if (reason := self._values.refusal(name, place, prepared.entries[number])) is not None:
+        if self._values is None:
+            return None
+        entry = prepared.entries[number]
+        for name, place in places.items():
+            if (reason := self._values.refusal(name, place, entry)) is not None:
                 return reason
+        for reads, writes in zip(read.values(), places.values(), strict=False):
+            seen = self._values.seen(reads), self._values.seen(writes)
+            try:
+                check_places(cast("HookEntry", entry).hook, *seen)
+            except HookTypeError as error:
+                return str(error)
         return None

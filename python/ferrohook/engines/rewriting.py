@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from ferrohook.dictionaries.transcoded import check_places, one_place
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
 from ferrohook.engines.model.step_values import check_features, check_slice, check_width
@@ -12,7 +13,15 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.gates.readings import TokenProbability
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry, StopEntry, gates_of
+from ferrohook.plans.entries import (
+    Entry,
+    GateEntry,
+    HookEntry,
+    KeepEntry,
+    StopEntry,
+    TranscoderInput,
+    gates_of,
+)
 from ferrohook.plans.needs import CHANGES, GATES, BackEnd
 from ferrohook.util.texts import listed
 
@@ -39,10 +48,6 @@ _CROSSING: Final = {
     "python": (
         "plans are sent between processes as JSON, which cannot hold Python functions or objects"
     ),
-    "transcoder": (
-        "an engine does not change features of transcoders: read them by a gate, "
-        "FeatureActivation(...), or by keep(features=...)"
-    ),
     "table": "a vector in an engine must have one dimension, because tokens come in chunks",
 }
 _TOKENS_AND_CHOSEN: Final = 2
@@ -51,7 +56,8 @@ _FIXED: Final = "{} is one tensor at a fixed place: leave out inputs and output_
 _LOGITS: Final = f"{SIGN}logits"
 _KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
 EAGER: Final = BackEnd(
-    _KEPT | CHANGES | GATES | {"features", "inputs", "output_index", "route"}, _CROSSING
+    _KEPT | CHANGES | GATES | {"features", "inputs", "output_index", "route", "transcoder"},
+    _CROSSING,
 )
 """Of engines that evaluate Python in each step."""
 COMPILED: Final = BackEnd(
@@ -98,20 +104,49 @@ def _rewritten(entry: Entry, modules: ModuleTable) -> list[Entry]:
     logits = modules.named.logits
     if isinstance(entry, GateEntry) and logits is not None and entry.what in (_LOGITS, [_LOGITS]):
         return [_gate_at_logits(entry, logits)]
-    names, rest = modules.split(entry.what)
     if isinstance(entry, GateEntry):
         return [_gate_at(entry, modules)]
+    if isinstance(entry, HookEntry) and entry.reads is not None:
+        return [_transcoding(entry, entry.reads, modules)]
     if isinstance(entry, HookEntry) and isinstance(entry.hook, Route | Replay):
+        names, rest = modules.split(entry.what)
         _check(entry, modules)
         _check_route(entry.hook, [] if rest else names, modules)
         return [dataclasses.replace(entry, what=names)]
+    return _placed(entry, modules)
+
+
+def _placed(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Entry]:
+    """Rewrites a hook or a capture, which may act at quantities and at modules."""
+    names, rest = modules.split(entry.what)
     if not names:
         return _at_modules(entry, modules)
     _check(entry, modules)
-    moved = [_at_quantity(entry, name, modules) for name in names]
+    moved: list[Entry] = [_at_quantity(entry, name, modules) for name in names]
     if rest is not None:
         moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
     return moved
+
+
+def _transcoding(entry: HookEntry, reads: TranscoderInput, modules: ModuleTable) -> HookEntry:
+    """Rewrites a change of features of a transcoder, for the two places at which it acts.
+
+    Raises:
+        ValueError: it does not fit them.
+    """
+    _check(entry, modules)
+    try:
+        read, _ = one_place(modules.selected(reads.what))
+        written, _ = one_place(modules.selected(entry.what))
+        moved = cast("HookEntry", _placed(entry, modules)[0])
+        index = reads.output_index
+        if modules.quantity(read) is None:
+            index = modules.table[read].index(read, index)
+        places = modules.place(read, index), modules.place(written, moved.hook.output_index)
+        check_places(entry.hook, *places)
+    except HookTypeError as error:
+        raise ValueError(str(error)) from error
+    return dataclasses.replace(moved, reads=TranscoderInput(read, index))
 
 
 def _check_route(hook: Route | Replay, names: Sequence[str], modules: ModuleTable) -> None:

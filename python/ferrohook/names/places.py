@@ -12,6 +12,7 @@ from ferrohook.effects.parts import part_of, with_part
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, Routing, bound
 from ferrohook.errors import HookTypeError
 from ferrohook.names.spelling import SIGN, kind_of
+from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -69,6 +70,13 @@ class Place(NamedTuple):
     """For ids of experts, where their module returns them and their weights."""
     experts: int | None = None
     """For ids of experts, their number; None if it is not known."""
+    time: int | None = None
+    """When the observed forward passed it; None if it is not known."""
+
+    @property
+    def title(self) -> str:
+        """Name of the quantity, or path of the module."""
+        return self.quantity or self.path or MODEL
 
     @property
     def by_keyword(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -104,6 +104,15 @@ class PlanEntry:
         return hash(self.content())
 
 
+class TranscoderInput(NamedTuple):
+    """Tensor that a transcoder reads."""
+
+    what: str
+    """Module or quantity, see `select`."""
+    output_index: OutputIndex = None
+    """Part of the module's output, see `capture`."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HookEntry(PlanEntry):
     """A hook on modules of a plan's model."""
@@ -113,6 +122,10 @@ class HookEntry(PlanEntry):
     at: At
     phase: Phase
     options: dict[str, Any]
+    reads: TranscoderInput | None = None
+    """Where the features are read that it changes, of a transcoder; None for any other hook.
+
+    The place that the dictionary names; engines rewrite it for their modules, like `what`."""
 
     @property
     def gates(self) -> frozenset[str]:
@@ -122,14 +135,10 @@ class HookEntry(PlanEntry):
         return own | {strength.gate} if isinstance(strength, Ramp) else own
 
     @property
-    def transcodes(self) -> bool:
-        """True if it changes features of a transcoder, which are read at another place."""
-        return isinstance(self.hook, Feature) and self.hook.dictionary.transcoder
-
-    @property
     def positioned(self) -> bool:
         """True if it needs the positions of tokens."""
-        return super().positioned or isinstance(self.hook, Route | Replay) or self.transcodes
+        own = isinstance(self.hook, Route | Replay) or self.reads is not None
+        return super().positioned or own
 
     @property
     def hook_options(self) -> dict[str, Any]:
@@ -150,11 +159,12 @@ class HookEntry(PlanEntry):
             yield from self.hook.needs()
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
-        own = (self.what, self.hook, self.at, self.phase, self.options)
+        own = (self.what, self.hook, self.at, self.phase, self.options, self.reads)
         return ("on", *map(content_of, own))
 
     def __reduce__(self) -> Any:
-        # Through `on`, which validates the contents of a damaged pickle.
+        # Through `on`, which validates the contents of a damaged pickle. Rewritten entries stay in
+        # their process.
         own = {"at": self.at, "phase": self.phase, **self.options}
         return functools.partial(on, **own), (self.what, self.hook)
 
@@ -436,8 +446,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "on_error": on_error,
     }
     Registry().register(phase, hook, **options)  # validates them
-    if isinstance(hook, Feature):
-        _check_feature(hook, what, phase)
+    reads = _input_of(hook, what, phase) if isinstance(hook, Feature) else None
     if when is not None:
         check_condition(when)
     if strength is not None:
@@ -447,7 +456,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call, option=option)
     options |= {"when": when, "strength": strength}
     chosen = {name: it for name, it in options.items() if it != _DEFAULTS[name]}
-    return HookEntry(what, hook, at, phase, chosen)
+    return HookEntry(what, hook, at, phase, chosen, reads)
 
 
 def replay(array: Any, *, start: int = 0, at: At = None) -> HookEntry:
@@ -545,18 +554,23 @@ def keep(
     return entry
 
 
-def _check_feature(feature: Feature, what: Selector, phase: Phase) -> None:
-    """Validates the place of a change of features, and of a transcoder that it knows its own."""
+def _input_of(feature: Feature, what: Selector, phase: Phase) -> TranscoderInput | None:
+    """Returns where features to change are read; None if that is where they are changed.
+
+    Raises:
+        HookTypeError: the place of the change, or where a transcoder reads, is missing or wrong.
+    """
     _check_place(what)
     dictionary = feature.dictionary
     if not dictionary.transcoder:
-        return
+        return None
     if dictionary.reads is None:
         msg = f"{dictionary!r} does not say where it reads: make or load it with reads="
         raise HookTypeError(msg)
     if phase != "forward":
         msg = f"features of a transcoder change an output: leave out phase={phase!r}"
         raise HookTypeError(msg)
+    return TranscoderInput(dictionary.reads)
 
 
 def _check_place(what: Selector) -> None:

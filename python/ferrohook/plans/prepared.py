@@ -28,7 +28,7 @@ from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache, cache_of
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
-from ferrohook.dictionaries.transcoded import TranscodedFeature
+from ferrohook.dictionaries.transcoded import TranscodedFeature, one_place
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.gates.conditions import Ramp
@@ -60,7 +60,6 @@ from ferrohook.tokens.tracking import (
     with_tokens_ahead,
 )
 from ferrohook.util.arguments import expect
-from ferrohook.util.texts import listed
 from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ class Prepared:
             if isinstance(entry, GateEntry)
         }
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
-            if isinstance(entry, HookEntry) and entry.transcodes:
+            if isinstance(entry, HookEntry) and entry.reads is not None:
                 self._transcode(number, found, read[number], attachment, gates)
             elif isinstance(entry, HookEntry):
                 self._register(number, entry, places, attachment, gates)
@@ -180,8 +179,12 @@ class Prepared:
             name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
 
-    def places(self, number: int) -> dict[str, Place]:
+    def places(self, number: int, *, read: bool = False) -> dict[str, Place]:
         """Returns the places of an entry in the model, by names of modules and quantities.
+
+        Args:
+            number: of the entry.
+            read: the place that a transcoder reads whose features it changes; {} for none.
 
         Raises:
             HookError: the model is gone.
@@ -190,7 +193,7 @@ class Prepared:
         if model is None:
             msg = "the model of this prepared plan is gone"
             raise HookError(msg)
-        return _find(model, number, self.entries[number])
+        return (_read_places if read else _find)(model, number, self.entries[number])
 
     def _stacks(
         self, model: nn.Module, found: list[dict[str, Place]]
@@ -635,16 +638,13 @@ def _read_places(model: nn.Module, number: int, entry: Entry) -> dict[str, Place
     Raises:
         HookTypeError: it reads or writes several.
     """
-    if not (isinstance(entry, HookEntry) and entry.transcodes):
+    if not isinstance(entry, HookEntry) or entry.reads is None:
         return {}
+    what, part = entry.reads
     with _named(number):
-        written = hooked_places_of(model, entry.what, entry.phase)
-        places = places_of(model, entry.hook.dictionary.reads)
-        for found in (places, written):
-            if len(found) > 1:
-                msg = f"a transcoder reads and writes one place each, not {listed(found)}"
-                raise HookTypeError(msg)
-    return {name: with_tokens_ahead(place) for name, place in places.items()}
+        one_place(hooked_places_of(model, entry.what, entry.phase))
+        name, place = one_place(places_of(model, what, output_index=part))
+    return {name: with_tokens_ahead(place)}
 
 
 def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:

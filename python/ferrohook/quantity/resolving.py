@@ -107,6 +107,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.stream_factor,
         quantity.routing,
         quantity.experts,
+        quantity.time,
     )
 
 

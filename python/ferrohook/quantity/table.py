@@ -63,6 +63,9 @@ class Quantity:
     """For ids of experts, where a module returns them and their weights, for a `Route`."""
     experts: int | None = None
     """For ids of experts, their number; None if it is not known."""
+    time: int | None = None
+    """When the call that was looked at passed it, counted in starts and ends of modules' calls;
+    None inside an attention module."""
 
     @property
     def place(self) -> str:
@@ -281,7 +284,7 @@ def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def table_of(model: nn.Module, findings: Findings) -> Quantities:
     """Makes the table of a model's quantities."""
-    found = [_quantity(each, findings.example) for each in findings.proved]
+    found = [_quantity(each, findings) for each in findings.proved]
     named = {each.name: each for each in found}
     missing = {name: it for name, it in findings.missing.items() if f"{SIGN}{name}" not in named}
     table = Quantities(named, missing, model._get_name())
@@ -289,7 +292,7 @@ def table_of(model: nn.Module, findings: Findings) -> Quantities:
     return table
 
 
-def _quantity(proved: Proved, example: Example) -> Quantity:
+def _quantity(proved: Proved, findings: Findings) -> Quantity:
     return Quantity(
         name=f"{SIGN}{proved.name}",
         path=proved.site.path,
@@ -298,13 +301,14 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
         point=proved.point,
         multiplier=proved.multiplier,
         shape=proved.shape,
-        dimensions=_dimensions(proved, example),
+        dimensions=_dimensions(proved, findings.example),
         writable=proved.writable,
         stream_factor=proved.stream_factor,
         equation=proved.equation,
         residual=proved.residual,
         routing=proved.routing,
         experts=proved.experts,
+        time=findings.times.get(proved.site) if proved.point is None else None,
     )
 
 

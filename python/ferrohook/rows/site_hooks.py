@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrohook._core import BatchBase
+    from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
 
 _AFTER: Final = "sites run after modules: they have no inputs"
@@ -27,12 +28,12 @@ BACK_END: Final = BackEnd(
     CHANGES
     | GATES
     | {"at", "at function", "not finite", "output_index", "prepend", "priority", "table"}
+    | {"transcoder"}
     | {"calls", "copy", "cut rows", "device", "dtype", "features", "max_bytes", "slice"},
     {
         "inputs": _AFTER,
         "python": f"{_AFTER} for Python functions",
         "route": f"{_AFTER}, and a Route needs the scores of the router",
-        "transcoder": f"{_AFTER}, where a transcoder may read",
     },
 )
 
@@ -120,20 +121,27 @@ class HookSites(Sites):
         if prepared in self._served:
             return
         model = self._check_model(prepared)
-        outside = {*self._outside.values()}
         for number, entry in enumerate(prepared.entries):
-            found, needs = prepared.places(number), prepared.needs[number]
-            places = {name: it for name, it in found.items() if it.module not in outside}
-            sites = self._sites_of(model, number, places)
-            if found and not places:
-                continue  # as without sites
-            reason = BACK_END.refusal(entry, needs=needs)
-            if reason is None:
-                reason = self._part_refusal(entry, places, sites)
+            reason, needs = None, prepared.needs[number]
+            read = self._inside(prepared.places(number, read=True))
+            places, hook = prepared.places(number), getattr(entry, "hook", None)
+            own = self._inside(places)
+            if own or not places:  # what is outside alone is served as without sites
+                reason = BACK_END.refusal(entry, needs=needs)
+            if any(place.inputs for place in read.values()):
+                reason = _AFTER
+            for each, of in ((own, hook), (read, None)):
+                sites = self._sites_of(model, number, each)
+                reason = reason or self._part_refusal(each, sites, of)
             if reason is not None:
                 msg = f"entry {number} of the plan cannot be served at a site: {reason}"
                 raise HookError(msg)
         self._served.add(prepared)
+
+    def _inside(self, places: dict[str, Place]) -> dict[str, Place]:
+        """Returns those that are not at modules outside of the graph."""
+        outside = [*map(id, self._outside.values())]
+        return {name: place for name, place in places.items() if id(place.module) not in outside}
 
     def moved(self, batch: BatchBase) -> None:
         """Does nothing: the hooks know the positions of the batch."""

@@ -236,7 +236,8 @@ class TableSites(Sites):
             found = self._sites_of(model, number, places)
             reason = BACK_END.refusal(entry, self.dim, prepared.needs[number])
             if reason is None:
-                reason = self._part_refusal(entry, places, found)
+                hook = entry.hook if isinstance(entry, HookEntry) else None
+                reason = self._part_refusal(places, found, hook)
             self._check_entry(number, entry, places, reason)
             if isinstance(entry, HookEntry):
                 for name, site in found.items():

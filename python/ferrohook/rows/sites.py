@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
-    from ferrohook.plans.entries import Entry
 
 _OPEN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]]] = weakref.WeakKeyDictionary()
 
@@ -205,13 +204,11 @@ class Sites(SitesBase):
         return {name: sites[id(place.module)] for name, place in places.items()}
 
     def _part_refusal(
-        self, entry: Entry, places: dict[str, Place], sites: dict[str, int]
+        self, places: dict[str, Place], sites: dict[str, int], hook: Any = None
     ) -> str | None:
-        """Returns why an entry is not for the tensors of its sites; None if it is."""
-        hook = getattr(entry, "hook", None)
-        named = entry.options.get("output_index") if hook is None else hook.output_index
+        """Returns why places, of a hook if it is given, are not the tensors of their sites."""
         for name, place in places.items():
-            own = self._parts[sites[name]]
-            if (place.part if place.quantity else named) != own:
+            part = place.part if hook is None or place.quantity else hook.output_index
+            if part != (own := self._parts[sites[name]]):
                 return f"its output_index differs from the sites', {own!r}"
         return None

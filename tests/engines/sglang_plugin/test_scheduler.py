@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import gc
@@ -19,10 +18,9 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
-from ferrohook.engines.sglang.front_end import _with_uploads, reporting
+from ferrohook.engines.sglang.front_end import reporting
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import SchedulerWorker
-from ferrohook.engines.uploads import Uploads
 from ferrohook.engines.wire import FIELD, GATES, NAME, VECTORS, packed_uploads
 from support import engine_scenes as scenes
 from support.dictionary_jobs import FeatureJob, dictionaries, random_feature_jobs
@@ -38,6 +36,7 @@ from support.engine_scenes import (
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
 from support.sglang_engine import abort, answer_of, check_streamed, request, serve
+from support.transcoding import BAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,7 +86,8 @@ def asker(local: Local) -> scenes.Ask:
 def test_random_requests(
     llama: Any, local: Local, aborted: float, request: pytest.FixtureRequest
 ) -> None:
-    jobs = random_jobs(request.config.getoption("requests") or 60, seed=7, gates=0.4)
+    number = request.config.getoption("requests") or 60
+    jobs = random_jobs(number, seed=7, gates=0.4, transcoders=0.4)
     answers = serve(local, jobs, seed=11, aborted=aborted)
     assert wrong_answers(llama[1], jobs, answers, NEW) == []
     assert len(answers) == len(jobs) if not aborted else 0 < len(answers) < len(jobs)
@@ -297,6 +297,15 @@ def test_a_vector_of_another_width_is_refused(local: Local) -> None:
     assert "width of 3" in refusal(local, plan)
 
 
+def test_transcoders_that_do_not_fit_are_refused(local: Local) -> None:
+    local.put_dictionaries({each.hook.dictionary.name: each.hook.dictionary for each, _ in BAD})
+    for each, reason in BAD:
+        params = local.with_uploads(fh.Plan(each).to_json())
+        assert re.search(reason, found := refusal(local, None, params=params)), (reason, found)
+    assert opened(local) == 0
+    local.drop_dictionaries()
+
+
 def test_captures_are_limited(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = fh.Plan(fh.keep(["model.layers.*", "model.norm"]))
     needed = (len(PROMPT) + NEW - 1) * (LAYERS + 1) * WIDTH * 4
@@ -471,17 +480,13 @@ def test_capabilities() -> None:
 
 def test_dictionaries_have_names(llama: Any, local: Local) -> None:
     """Requests of one batch that set and read features; a name means one dictionary at a time."""
-    uploads = Uploads(2**30)
 
     def put(seed: int) -> None:
-        made = {str(each.name): each for each in dictionaries(seed).values()}
-        data, digests = uploads.packed(made)
-        assert local.worker.answer_call("put", base64.b64encode(data).decode()) == {}
-        uploads.put(made, digests)
+        made = dictionaries(seed).values()
+        local.put_dictionaries({str(each.name): each for each in made})
 
     def asked(name: str, job: FeatureJob) -> Any:
-        params = {"custom_params": {NAME: job.plan.to_json()}}
-        return request(name, job.prompt, params=asyncio.run(_with_uploads(params, uploads)))
+        return request(name, job.prompt, params=local.with_uploads(job.plan.to_json()))
 
     def check(jobs: Sequence[FeatureJob]) -> None:
         found = local.run([[asked(str(number), job) for number, job in enumerate(jobs)]])
@@ -498,8 +503,7 @@ def test_dictionaries_have_names(llama: Any, local: Local) -> None:
     check([dataclasses.replace(job, seed=1) for job in jobs])
     late = local.run([[waiting]])["late"]  # its plan names the former one
     jobs[0].check(llama[1], Given(late["tokens"], *sglang.activations(late), 0))
-    for digest in [*local.worker._dictionaries]:
-        local.worker.answer_call("drop", digest)
+    local.drop_dictionaries()
     finish = local.run([[asked("gone", jobs[0])]])["gone"]["finish"]
     assert finish["status_code"] == 400
     assert "dictionaries were dropped before the request came: [" in finish["message"]

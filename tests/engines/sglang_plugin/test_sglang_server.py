@@ -289,7 +289,7 @@ def test_dictionaries_are_uploaded_once(llama: Any, server: Server) -> None:
                 given = tokens(found.text)
                 given += [EOS] * (len(given) < NEW)
                 job.check(llama[1], Given(given, found.acts, found.positions, 0))
-        client.drop_dictionaries(["sae/relu", "sae/groupmax"])
+        client.drop_dictionaries([*client.dictionaries()])
         assert client.dictionaries() == {}
         with pytest.raises(RequestRefusedError, match="no dictionary 'sae/"):
             client.generate(PROMPT, jobs[0].plan, max_tokens=NEW)

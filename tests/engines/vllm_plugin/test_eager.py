@@ -35,6 +35,7 @@ from support.engine_scenes import (
 )
 from support.engines import Change, Job
 from support.serving import wrong_answers
+from support.transcoding import BAD
 from support.vllm_engine import (
     EOS,
     LAYERS,
@@ -101,7 +102,8 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, model = models[kind]
-    jobs = random_jobs(request.config.getoption("requests") or 36, seed=7, gates=0.4)
+    number = request.config.getoption("requests") or 36
+    jobs = random_jobs(number, seed=7, gates=0.4, transcoders=0.4)
     engine = start(folder, **options)
     try:
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler
@@ -423,6 +425,16 @@ def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
     plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
     with pytest.raises(ValueError, match=r"width of 3.*has 64"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+
+
+def test_transcoders_that_do_not_fit_are_refused(llm: Any) -> None:
+    uploaded = {each.hook.dictionary.name: each.hook.dictionary for each, _ in BAD}
+    vllm.put_dictionaries(llm, uploaded.values())
+    for each, reason in BAD:
+        with pytest.raises(ValueError, match=reason):
+            llm.generate({"prompt_token_ids": PROMPT}, sampling(fh.Plan(each)), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    vllm.drop_dictionaries(llm, uploaded)
 
 
 @pytest.mark.parametrize("index", [0, -1, slice(0, 2), (0, ...), [0, 1]])

@@ -24,6 +24,7 @@ from support.quantity_plans import (
     alone,
     check,
     check_router,
+    dictionaries,
     differing,
     wrong_plans,
 )
@@ -80,6 +81,7 @@ def engine(
 
 
 def serve(llm: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
+    vllm.put_dictionaries(llm, dictionaries().values())
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
     params = [sampling(plan, NEW, ignore_eos=True) for _, plan in asked]
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -147,8 +147,9 @@ def test_dictionaries_by_name(models: Any, server: Server, client: Client) -> No
             job.check(models["llama"][1], Given([*found.token_ids], found.acts, {}, 0))
     with Client(server.address) as other, pytest.raises(ServerError, match="401"):
         other.dictionaries()
-    assert client.dictionaries().keys() == {"sae/relu", "sae/groupmax"}
-    client.drop_dictionaries(["sae/relu", "sae/groupmax"])
+    names = {"sae/relu", "sae/groupmax", "sae/coder"}
+    assert client.dictionaries().keys() == names
+    client.drop_dictionaries(names)
     with pytest.raises(RequestRefusedError, match="no dictionary 'sae/"):
         client.generate(PROMPT, jobs[0].plan, **OPTIONS)
 

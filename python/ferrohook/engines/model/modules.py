@@ -15,10 +15,11 @@ from torch import nn
 
 from ferrohook.effects.parts import SUM
 from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.names.places import Place
 from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import Entry, GateEntry, KeepEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
 from ferrohook.quantity import Quantities
 from ferrohook.quantity.resolving import matching
 
@@ -68,6 +69,9 @@ class ModuleInfo:
     """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
     dim: int = 0
     """Dimension of the rows in its tensors."""
+    start: int = 0
+    """When its call starts in the observed forward, counted in starts and ends of calls."""
+    end: int = 0
 
     def index(self, name: str, index: Any) -> Any:
         """Returns the `output_index` that an entry means.
@@ -395,6 +399,41 @@ class ModuleTable:
             width, size = info.part(quantity.path, part)
         return ModuleInfo("tensor", width, size)
 
+    def place(self, name: str, index: Any) -> Place:
+        """Returns the place of a quantity, or of a module's output.
+
+        Its module is a stand-in: nothing can be hooked there.
+
+        Args:
+            name: as `selected` returns it.
+            index: part of a module's output.
+
+        Raises:
+            ValueError: the output has no such part.
+        """
+        if self.quantity(name) is None:
+            info = self.table[name]
+            width = info.width if index is None else info.part(name, index)[0]
+            stand_in = self._skeleton.get_submodule(name)
+            return Place(name, stand_in, part=index, shape=(width,), time=info.end)
+        ((_, quantity, head),) = matching(
+            self.named.table, self.named.heads, from_lens(name) or name
+        )
+        path = self._owners.get(quantity.path, quantity.path)
+        inputs, info = quantity.phase == "forward_pre", self.table[path]
+        return Place(
+            path,
+            self._skeleton.get_submodule(path),
+            inputs,
+            quantity.part,
+            quantity.multiplier,
+            name,
+            quantity.writable,
+            (self.quantity_info(name).width,),
+            head,
+            time=info.start if inputs else info.end,
+        )
+
     def _selected(self, what: Any) -> dict[str, ModuleInfo]:
         for path in _paths(what):
             info = self.table.get(path)
@@ -440,7 +479,11 @@ class ModuleTable:
         if not entry.has_places or self._at_logits(entry):
             return entry
         names = [*self.selected(entry.what)]
-        return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
+        moved = dataclasses.replace(entry, what=[self.place_of(name) for name in names])
+        if isinstance(moved, HookEntry) and (reads := moved.reads) is not None:
+            reads = reads._replace(what=self.place_of(reads.what))
+            return dataclasses.replace(moved, reads=reads)
+        return moved
 
     def reads_logits(self, plan: Plan | Prepared) -> bool:
         """Returns True if a gate of a rewritten plan reads the logits."""

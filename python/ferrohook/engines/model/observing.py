@@ -56,8 +56,11 @@ def observe(
     for name, module in model.named_modules():
         own = calls.get(module, [])
         info = _info(module, [_shapes(call.output) for call in own])
-        inputs = _shapes(own[-1].args) if own else []
-        table[name] = dataclasses.replace(info, inputs=tuple(_row(it, info.dim) for it in inputs))
+        if own:
+            args, _, _, start, end = own[-1]
+            inputs = tuple(_row(it, info.dim) for it in _shapes(args))
+            info = dataclasses.replace(info, inputs=inputs, start=start, end=end)
+        table[name] = info
     return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
 
 

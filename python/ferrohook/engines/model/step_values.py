@@ -7,6 +7,7 @@ as it comes, not as its request runs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ class StepCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    start: int
+    """When it started, counted in starts and ends of calls."""
+    end: int
 
     def value(self, *, inputs: bool, by_keyword: bool = False) -> Any:
         """Returns the value that a hook or capture of the module's input or output sees."""
@@ -56,11 +60,17 @@ def observed(model: nn.Module) -> Iterator[dict[nn.Module, list[StepCall]]]:
         The calls so far, by module.
     """
     calls: dict[nn.Module, list[StepCall]] = {}
+    times, started = itertools.count(1), dict[str, int]()
 
-    def note(_path: str, module: nn.Module, *call: Any) -> None:
-        calls.setdefault(module, []).append(StepCall(*map(_outline, call)))
+    def begin(path: str, *_call: Any) -> None:
+        started[path] = next(times)
 
-    with observing(model, after=note):
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outlines = _outline(args), _outline(kwargs), _outline(output)
+        noted = StepCall(*outlines, start=started[path], end=next(times))
+        calls.setdefault(module, []).append(noted)
+
+    with observing(model, before=begin, after=note):
         yield calls
 
 
@@ -137,6 +147,17 @@ class StepValues(NamedTuple):
         except ValueError as error:
             return str(error)
         return None
+
+    def seen(self, place: Place) -> Place:
+        """Returns a place with the shape and the time of its tensor in the step, if it has one."""
+        calls = self.calls.get(place.module)
+        if calls is None:
+            return place
+        call = calls[-1]
+        value = call.value(inputs=place.inputs, by_keyword=place.by_keyword)
+        found = value if value is _UNKNOWN else part_of(value, place.part)
+        shape = tuple(found.shape) if isinstance(found, Tensor) else place.shape
+        return place._replace(shape=shape, time=call.start if place.inputs else call.end)
 
     def _check_point(self, name: str, place: Place, entry: Entry) -> None:
         shape = place.shape

@@ -46,7 +46,7 @@ from ferrohook.engines.worker import EngineWorker
 from ferrohook.errors import HookError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import KeepEntry, keep, on
+from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -406,6 +406,7 @@ class SchedulerWorker(EngineWorker):
             # The place of a module; a gate that is captured has none.
             listed: list[Any] = [it.what for it in entries if isinstance(it.what, list)]
             names: list[str] = [name for of_entry in listed for name in of_entry]
+            names += [it.reads.what for it in entries if isinstance(it, HookEntry) and it.reads]
             paths = map(self.loaded_model().modules.path_of, names)
             wanted = frozenset(path for path in paths if path in places)
             self._wanted_by = plans, wanted

@@ -6,6 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ferrohook.effects.routing import Routing
     from ferrohook.quantity.anatomy.observe import ObservedTensor
     from ferrohook.quantity.anatomy.subjects import Example
@@ -41,3 +43,5 @@ class Findings:
     missing: dict[str, str]
     """Reasons of quantities that are not there, or not proved."""
     example: Example
+    times: Mapping[ObservedTensor, int]
+    """When a forward passed each tensor, of those that it passed once."""

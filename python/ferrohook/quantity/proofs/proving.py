@@ -170,7 +170,8 @@ class _ModelProver:
                 each.writable |= each.name in arrived
         experts, missing = prove_experts(self._subject, self._look, self._mixtures)
         proved = [*self._proved, *self._inside, *experts]
-        return Findings(proved, self._missing | missing, self._subject.example)
+        times = {site: each.time for site, each in self._look.sites.items()}
+        return Findings(proved, self._missing | missing, self._subject.example, times)
 
     def _name(self, stack: BlockStack, part: BlockParts) -> None:
         index, block, prefix = part.index, part.block, stack.prefix
