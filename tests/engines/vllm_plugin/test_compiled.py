@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from support.dictionaries import dictionary_of
 from support.logits_jobs import SURE, stops_at
 from support.vllm_engine import (
     EOS,
@@ -30,9 +31,17 @@ from support.vllm_engine import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from support.engines import Job
+    from support.transcoding import Transcoded
+
 NEW = 12
-SITES = ["model.embed_tokens", "model.layers.*", "model.norm"]
-KEPT = {"model.embed_tokens", "model.norm", *(f"model.layers.{it}" for it in range(LAYERS))}
+SITES = ["model.embed_tokens", "model.layers.*", "model.layers.*.mlp", "model.norm"]
+KEPT = {
+    *("model.embed_tokens", "model.layers.1.mlp", "model.norm"),
+    *(f"model.layers.{it}" for it in range(LAYERS)),
+}
+READ = {"mlp", ""}
+"""Modules of a layer whose outputs are sites."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +66,27 @@ def engine(models: Any) -> Iterator[Any]:
     stop(made)
 
 
+def at_sites(job: Job) -> Transcoded | None:
+    """The transcoder's change of a request, if a graph serves it."""
+    found = job.transcoded
+    if found is None:
+        return None
+    places = found.read[1], found.written[1]
+    served = all(it.module in READ and not it.inputs for it in places)
+    return found if served else None
+
+
 @pytest.mark.v2
 def test_random_requests(models: Any, engine: Any) -> None:
     _, model = models["llama"]
     jobs = [
-        dataclasses.replace(job, kept=tuple(it for it in job.kept if it in KEPT))
-        for job in random_jobs(60, seed=71, gates=0.4)
+        dataclasses.replace(
+            job, kept=tuple(it for it in job.kept if it in KEPT), transcoded=at_sites(job)
+        )
+        for job in random_jobs(80, seed=71, gates=0.4, transcoders=0.6)
     ]
     assert sum(job.gated is not None for job in jobs) > 8
+    assert sum(job.transcoded is not None for job in jobs) > 2
     assert sum(bool(job.changes) for job in jobs) > 8
     before = state(engine)["steps"]
     answers = serve(engine, jobs, seed=73)
@@ -79,8 +101,8 @@ def test_random_requests(models: Any, engine: Any) -> None:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (fh.keep("model.layers.1.mlp"), "not a site of this compiled engine"),
-        (fh.keep("@mlp_out.1"), "not a site of this compiled engine"),
+        (fh.keep("model.layers.1.self_attn"), "not a site of this compiled engine"),
+        (fh.keep("@attn_out.1"), "not a site of this compiled engine"),
         (fh.keep("model.layers.1", inputs=True), "leave out inputs"),
         (fh.on("model.layers.1", fh.Zero(output_index=1)), "leave out inputs and output_index"),
     ],
@@ -89,6 +111,16 @@ def test_a_plan_that_a_graph_cannot_serve_is_refused(engine: Any, entry: Any, re
     plan = sampling(fh.Plan(entry))
     with pytest.raises(ValueError, match=reason):
         engine.generate({"prompt_token_ids": [5, 6]}, plan, use_tqdm=False)
+
+
+def test_a_transcoder_that_reads_elsewhere_is_refused(engine: Any) -> None:
+    reads = {"reads": "@mlp_in.1", "writes": "@mlp_out.1"}
+    own = dictionary_of("relu", width=WIDTH, transcoder=True, name="elsewhere", **reads)
+    vllm.put_dictionaries(engine, [own])
+    plan = sampling(fh.Plan(fh.on("@mlp_out.1", fh.Feature(own, 0, set=1.0))))
+    with pytest.raises(ValueError, match="not a site of this compiled engine"):
+        engine.generate({"prompt_token_ids": [5, 6]}, plan, use_tqdm=False)
+    vllm.drop_dictionaries(engine, ["elsewhere"])
 
 
 @pytest.mark.v2
