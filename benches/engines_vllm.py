@@ -48,8 +48,9 @@ def main(rounds: int = ROUNDS, pairs: int = 5) -> None:
         print_rows(
             requests, rounds, lambda plans: measure(llm, plans), lambda run: without(llm, run)
         )
-    print("compiled, by Dynamo without Inductor, to an engine without the operators")
-    print_compiled(folder, pairs)
+    if pairs:
+        print("compiled, by Dynamo without Inductor, to an engine without the operators")
+        print_compiled(folder, pairs)
 
 
 def print_compiled(folder: Path, pairs: int, rounds: int = 5) -> None:
