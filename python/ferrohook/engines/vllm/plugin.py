@@ -415,7 +415,8 @@ def _keying(original: Any, request: Any, start: int, end: int) -> Any:
     keys = original(request, start, end)
     if not has_plan(request.sampling_params):
         return keys
-    return [*keys, *_safely([prefix_cache.private_key()], prefix_cache.keys_of, request, end)]
+    own = _safely(None, prefix_cache.keys_of, request, end)
+    return [*keys, *([prefix_cache.private_key()] if own is None else own)]
 
 
 @_around("v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks")

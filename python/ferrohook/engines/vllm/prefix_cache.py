@@ -37,7 +37,8 @@ class CachedPlan:
 
 def has_plan(params: Any) -> bool:
     """True if the parameters of a request have a plan."""
-    return NAME in (getattr(params, "extra_args", None) or ())
+    extra = getattr(params, "extra_args", None)  # asked in each step, of each request
+    return extra is not None and NAME in extra
 
 
 def private_key() -> tuple[str, str]:
