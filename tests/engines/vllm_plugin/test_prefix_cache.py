@@ -244,8 +244,8 @@ class Watch:
                 self._changed[block] = job
         original(**call)
 
-    def _get_computed_blocks(self, original: Any, request: Any) -> Any:
-        found = original(request)
+    def _get_computed_blocks(self, original: Any, request: Any, *limits: Any) -> Any:
+        found = original(request, *limits)
         job = self._job(request)
         for block in (block for group in found[0].blocks for block in group):
             self.read["plain" if job.plan is None else "planned"] += 1
