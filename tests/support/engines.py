@@ -110,10 +110,15 @@ def chosen_positions(at: Any, length: int, prompt: int) -> Tensor:
             return positions >= prompt
         case "last_prompt":
             return positions == prompt - 1
-        case slice(start=start, stop=stop):
-            return (positions >= start) & (positions < stop)
+        case slice():
+            start, stop = (
+                bound + prompt if bound is not None and bound < 0 else bound
+                for bound in (at.start, at.stop)
+            )
+            inside = positions >= (start or 0)
+            return inside if stop is None else inside & (positions < stop)
         case _:
-            return positions == at
+            return positions == (at if at >= 0 else prompt + at)
 
 
 def add(_module: object, _args: object, output: Tensor) -> Tensor:
@@ -214,6 +219,8 @@ class Job:
     python: str | None = None
     """Module to whose output a Python hook adds."""
     gated: Gated | None = None
+    kept_at: Any = None
+    """Positions at which it keeps them."""
     transcoded: Transcoded | None = None
 
     @property
@@ -237,7 +244,7 @@ class Job:
             entries.append(fh.on(self.python, add))
         entries += [] if self.gated is None else self.gated.entries
         entries += [] if self.transcoded is None else [self.transcoded.entry]
-        entries += [fh.keep(each) for each in self.kept]
+        entries += [fh.keep(each, at=self.kept_at) for each in self.kept]
         return fh.Plan(*entries) if entries else None
 
     def alone(self, model: Any, text: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -266,7 +273,12 @@ class Job:
             logits = model(ids, use_cache=False).logits
         for handle in handles:
             handle.remove()
-        return logits[0], {name: act[0] for name, act in acts.items()}
+        chosen = chosen_positions(self.kept_at, ids.shape[1], len(self.prompt))
+        if self.kept_at is not None and not chosen.any():
+            acts = {name: act for name, act in acts.items() if name not in self.kept}
+        return logits[0], {
+            name: act[0, chosen] if name in self.kept else act[0] for name, act in acts.items()
+        }
 
     def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
         """Asserts that an output equals the answer to the request alone.

@@ -151,7 +151,8 @@ def serve(
         for name, job in arrived.items():
             params = sampling(job.plan, new_tokens)
             if job.plan is not None:
-                params.extra_args[GATES] = f"stream-{running[name]}"
+                # By its number: one that is cancelled at once is not in `running` any more.
+                params.extra_args[GATES] = f"stream-{name.rpartition('-')[2]}"
             engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
         if cancelled is not None:
             engine.abort_request([cancelled])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ferrohook._core import needs_prompt
+from ferrohook.engines.prefixes import Prefix, prefix_of
 from ferrohook.engines.rewriting import reaches_back, rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ferrohook.engines.model.cache_reach import CacheReach
     from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.options import EngineOptions
     from ferrohook.engines.uploads import UploadsOfPlan
@@ -112,7 +114,11 @@ class Admission:
             )
             raise ValueError(msg)
 
-    def salt(self, read: ReadPlan, prompt_length: int, of_client: object) -> str | None:
+    def prefix(self, read: ReadPlan, prompt_length: int, reach: CacheReach) -> Prefix:
+        """Returns where a plan first changes and first reads a request, see `prefix_of`."""
+        return prefix_of(read.plan, prompt_length, self._modules, reach)
+
+    def salt(self, read: ReadPlan, prompt_length: int, of_client: object = None) -> str | None:
         """Returns the cache salt of a request; None if its plan changes nothing.
 
         Keys and values that a plan changed are only for requests of the same plan, and of the same
@@ -122,7 +128,7 @@ class Admission:
         Args:
             read: its plan.
             prompt_length: tokens of its prompt.
-            of_client: salts that its client gave it.
+            of_client: salts that its client gave it; None where the cache has them as keys beside.
         """
         if not read.changes:
             return None

@@ -52,8 +52,6 @@ class EngineRequest:
     prepared: Prepared | None = None
     """Its plan, rewritten; None if it could not be opened."""
     prompt_length: int = 0
-    digest: str = ""
-    """Of its plan and vectors."""
     key: str = ""
     """Name of its captures."""
     captures: list[CaptureEntry] = dataclasses.field(default_factory=list)
@@ -64,6 +62,8 @@ class EngineRequest:
     """Its plan, opened."""
     changes: bool = dataclasses.field(init=False, default=False)
     """True if its plan may change rows."""
+    first_changed: int | None = dataclasses.field(init=False, default=0)
+    """Position from which its plan may change keys and values; None if it changes none."""
     reads_logits: bool = dataclasses.field(init=False, default=False)
     """True if a gate of its plan reads the logits that the engine samples from."""
     start: int = dataclasses.field(init=False, default=0)

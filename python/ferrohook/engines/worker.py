@@ -81,8 +81,6 @@ class EngineWorker:
         """Number of the step's rows of logits: one for each request."""
         self._stopped: dict[str, str] = {}
         """Gates that ended requests in the last step."""
-        self._from_cache: list[EngineRequest] = []
-        """Those that begin with keys and values of others."""
         self._failed: list[EngineRequest] = []
         """Requests whose failures the engine does not know yet."""
 
@@ -183,7 +181,7 @@ class EngineWorker:
         captures = self._captures.get(prepared)
         if captures is None:
             captures = self._captures[prepared] = modules.captures(prepared)
-        request = EngineRequest(request_id, prepared, prompt_length, digest, key, captures)
+        request = EngineRequest(request_id, prepared, prompt_length, key, captures)
         request.reads_logits = modules.reads_logits(prepared)
         self.requests[request_id] = request
 
@@ -227,7 +225,7 @@ class EngineWorker:
             counts: rows of each.
             positions: position of the first row of each.
         """
-        self._in_step, self._from_cache, self._stopped = [], [], {}
+        self._in_step, self._stopped = [], {}
         self._sampled, self._sampling = [], len(request_ids)
         if not self.requests:
             return
@@ -238,8 +236,6 @@ class EngineWorker:
             rows = int(count)
             if request is not None and request.opened is not None:
                 first = int(position)
-                if first not in {0, request.end}:
-                    self._from_cache.append(request)
                 request.run(first, rows)
                 span = Span(request.name, row, rows, first, request.prompt_length)
                 in_step.append((request, span))
@@ -262,9 +258,6 @@ class EngineWorker:
         self._in_step = []
         with self.failing():
             self._agree()
-        if self._from_cache:
-            with self.failing():
-                self._fail_sharers()
 
     @contextlib.contextmanager
     def sampling(self, rows: int) -> Iterator[None]:
@@ -347,36 +340,28 @@ class EngineWorker:
     def check_rows(self, hidden: Tensor, clean: Callable[[slice], object]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
 
-        Their writes of this step are zeroed: the next owner of the blocks reads them through a
-        mask, and NaN times zero is NaN.
+        All their writes of a step with changed rows are zeroed, also those before the changed rows:
+        attention reads later rows through a mask, and NaN times zero is NaN. So does the next owner
+        of the blocks. An engine therefore shares blocks of such a step once it has been checked.
 
         Args:
             hidden: after the last norm of the model, where NaN and infinities have become NaN.
             clean: zeroes what some rows of the step wrote.
         """
         changed = [
-            (request, slice(span.first_row, span.first_row + span.rows))
+            (request, span, slice(span.first_row, span.first_row + span.rows))
             for request, span in self._in_step
             if request.changes
         ]
-        if not changed or is_finite(hidden[changed[0][1].start : changed[-1][1].stop]):
+        if not changed or is_finite(hidden[changed[0][-1].start : changed[-1][-1].stop]):
             return
-        for request, rows in changed:
+        for request, span, rows in changed:
             if not is_finite(hidden[rows]):
                 self.fail(request, failure("hidden states"))
                 hidden[rows] = 0
-                clean(rows)
-
-    def _fail_sharers(self) -> None:
-        """Fails requests that begin with keys and values of one whose plan failed.
-
-        The scheduler shares them until it learns of the failure; they may lack the plan's changes.
-        """
-        digests = {it.digest for it in self.requests.values() if it.state == "ended"}
-        for request in self._from_cache:
-            if request.changes and request.digest in digests:
-                msg = "its cached prefix may come from a request whose plan failed: send it again"
-                self.fail(request, HookError(msg))
+                first = request.first_changed
+                if first is not None and first < span.position + span.rows:
+                    clean(rows)
 
     # --- captures ----------------------------------------------------------------------------
 

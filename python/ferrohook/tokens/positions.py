@@ -102,6 +102,29 @@ def mask_of(at: At, tokens: Tokens) -> Tensor:
     return (positions >= 0) & _chosen(at, positions, lengths)
 
 
+def first_of(at: At, prompt: int) -> int | None:
+    """Returns the first position that is named in a request, None if there is none.
+
+    A function may choose any, so it counts from 0.
+
+    Args:
+        at: the positions.
+        prompt: length of the request's prompt.
+    """
+    if isinstance(at, str):
+        return {"prompt": 0, "last_prompt": prompt - 1, "generated": prompt}[at]
+    if isinstance(at, int):
+        position = at if at >= 0 else prompt + at
+        return position if position >= 0 else None
+    if not isinstance(at, slice):
+        return 0
+    start, stop = (
+        None if bound is None else bound if bound >= 0 else max(0, prompt + bound)
+        for bound in (at.start, at.stop)
+    )
+    return (start or 0) if stop is None or (start or 0) < stop else None
+
+
 def _chosen(at: At, positions: Tensor, lengths: Tensor) -> Tensor:
     """Returns which positions are chosen, any for padding."""
     if at == "prompt":

@@ -126,6 +126,27 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     assert numbers["results"] == 0
 
 
+def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: Any) -> None:
+    """An engine that takes embeddings as prompts embeds all tokens where no hook fires."""
+    folder, model = models["llama"]
+    engine = start(folder, enable_prompt_embeds=True)
+    try:
+        for plan in (
+            fh.Plan(fh.on("model.embed_tokens", fh.Add(VECTOR))),
+            fh.Plan(fh.keep("model.embed_tokens")),
+        ):
+            with pytest.raises(ValueError, match=r"'model\.embed_tokens' cannot.*never runs"):
+                engine.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+        job = Job(PROMPT, (Change(1, fh.Add(VECTOR), "generated"),), ("model.layers.2",))
+        embeds = model.get_input_embeddings()(torch.tensor(PROMPT))
+        for prompt in ({"prompt_token_ids": PROMPT}, {"prompt_embeds": embeds}):
+            (output,) = engine.generate(prompt, sampling(job.plan, NEW), use_tqdm=False)
+            acts = vllm.activations(engine, output).acts
+            job.check(model, Answer([*output.outputs[0].token_ids], acts), NEW)
+    finally:
+        stop(engine)
+
+
 @pytest.mark.v2
 def test_plans_end_their_requests(llm: Any) -> None:
     """With the gate's name as the reason, beside requests that go on."""
@@ -151,27 +172,6 @@ def test_plans_end_their_requests(llm: Any) -> None:
         (text,) = outputs[f"goes-on-{number}"].outputs
         assert text.stop_reason != "the end"
         assert [*text.token_ids][: len(each.text)] == each.text
-
-
-def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: Any) -> None:
-    """An engine that takes embeddings as prompts embeds all tokens where no hook fires."""
-    folder, model = models["llama"]
-    engine = start(folder, enable_prompt_embeds=True)
-    try:
-        for plan in (
-            fh.Plan(fh.on("model.embed_tokens", fh.Add(VECTOR))),
-            fh.Plan(fh.keep("model.embed_tokens")),
-        ):
-            with pytest.raises(ValueError, match=r"'model\.embed_tokens' cannot.*never runs"):
-                engine.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
-        job = Job(PROMPT, (Change(1, fh.Add(VECTOR), "generated"),), ("model.layers.2",))
-        embeds = model.get_input_embeddings()(torch.tensor(PROMPT))
-        for prompt in ({"prompt_token_ids": PROMPT}, {"prompt_embeds": embeds}):
-            (output,) = engine.generate(prompt, sampling(job.plan, NEW), use_tqdm=False)
-            acts = vllm.activations(engine, output).acts
-            job.check(model, Answer([*output.outputs[0].token_ids], acts), NEW)
-    finally:
-        stop(engine)
 
 
 @pytest.mark.v2

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.v2
 NEW = 3
 UNGUARDED = {
     *("made", "_updating", "_outputting", "_finishing", "_aborting", "_tell", "_end", "_named"),
+    *("finding", "_safely", "has_plan"),
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
     *("take_request", "running", "_serving", "computing", "gate_values", "failing", "guarded"),
     *("_fail_all", "fail", "state", "failures"),

@@ -258,6 +258,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "digest": str(hash(plan)),
             "key": f"key of {name}",
             "streams": False,
+            "prefix": {"changed": 0, "read": 0, "salt": "salt"},
         }
     params = fields(extra_args=None if payload is None else {"ferrohook": payload})
     return fields(req_id=name, sampling_params=params, prompt_len=prompt)

@@ -130,14 +130,13 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
         worker = wrapper.ferrohook
         admit = worker.admit
 
-        def spoilt(request_id: str, prompt: int, digest: str, read: Any, key: str) -> None:
+        def spoilt(request_id: str, prompt: int, _digest: str, _read: Any, key: str) -> None:
             worker.admit = admit
             if when == "admitted":
                 raise RuntimeError("out of luck")  # noqa: EM101, TRY003
             add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
             plan = ferrohook.Plan(ferrohook.on("model.layers.1", add))
             admit(request_id, prompt, "spoilt", lambda: plan, key)
-            worker.requests[request_id].digest = digest
 
         worker.admit = spoilt
 
@@ -147,11 +146,7 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
     assert text.finish_reason == "error"
     assert [*text.token_ids] == []
     assert {"admitted": "out of luck", "run": "model.layers.1"}[when] in text.stop_reason
-    (text,) = outputs["second"].outputs
-    if text.finish_reason == "error":
-        assert "whose plan failed" in text.stop_reason
-    else:
-        check(model, STEERED, outputs["second"])
+    check(model, STEERED, outputs["second"])
     check(model, Job(PROMPT), outputs["plain"])
     later = served(engine, {"later": STEERED.plan})["later"]
     check(model, STEERED, later)

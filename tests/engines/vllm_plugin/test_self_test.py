@@ -67,38 +67,27 @@ def nobody(_core: Any, worker: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker, "running", lambda _rows: contextlib.nullcontext())
 
 
-def unsalted(_core: Any, _worker: Any, patch: pytest.MonkeyPatch) -> None:
-    prepare = FrontEnd.prepare
+def with_prefix(**changes: Any) -> Callable[..., None]:
+    """Sends requests that tell other facts about what their plans change and read."""
 
-    def preparing(self: Any, request: Any) -> None:
-        prepare(self, request)
-        request.cache_salt = None
+    def spoil(_core: Any, _worker: Any, patch: pytest.MonkeyPatch) -> None:
+        prepare = FrontEnd.prepare
 
-    patch.setattr(FrontEnd, "prepare", preparing)
+        def preparing(self: Any, request: Any) -> None:
+            prepare(self, request)
+            request.sampling_params.extra_args["ferrohook"]["prefix"].update(changes)
+
+        patch.setattr(FrontEnd, "prepare", preparing)
+
+    return spoil
 
 
 def salt_ignored(_core: Any, _worker: Any, patch: pytest.MonkeyPatch) -> None:
-    """By vLLM, on the way to the scheduler."""
-    from vllm.v1.request import Request  # noqa: PLC0415
+    """By vLLM, which makes the keys of a block elsewhere."""
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
 
-    make = Request.from_engine_core_request
-
-    def making(request: Any, hasher: Any) -> Any:
-        request.cache_salt = None
-        return make(request, hasher)
-
-    patch.setattr(Request, "from_engine_core_request", making)
-
-
-def cached_positions_kept(_core: Any, _worker: Any, patch: pytest.MonkeyPatch) -> None:
-    """Captures read the cache, so positions are missing."""
-    prepare = FrontEnd.prepare
-
-    def preparing(self: Any, request: Any) -> None:
-        prepare(self, request)
-        request.sampling_params.skip_reading_prefix_cache = False
-
-    patch.setattr(FrontEnd, "prepare", preparing)
+    name = "_gen_prompt_embeds_extra_hash_keys"
+    patch.setattr(kv_cache_utils, name, getattr(kv_cache_utils, name).__wrapped__)
 
 
 def failures_lost(_core: Any, worker: Any, patch: pytest.MonkeyPatch) -> None:
@@ -126,9 +115,10 @@ BROKEN = {
         "never ran for positions",
     ),
     "nobody": (nobody, "never ran"),
-    "unsalted": (unsalted, "shared a prefix in the cache"),
+    "unsalted": (with_prefix(changed=None), "shared a prefix in the cache"),
+    "late": (with_prefix(changed=600), "shared a prefix in the cache"),
     "salt ignored": (salt_ignored, "shared a prefix in the cache"),
-    "cached positions": (cached_positions_kept, "never ran for positions"),
+    "cached positions": (with_prefix(read=None), "never ran for positions"),
     "failures": (failures_lost, "did not end with the right reason"),
     "ends": (ends_lost, "requests stayed open"),
 }

@@ -425,9 +425,6 @@ class SchedulerWorker(EngineWorker):
             for buffer in getattr(pool, name, None) or ():
                 buffer[self._slots[rows]] = 0
 
-    def _fail_sharers(self) -> None:
-        """Does nothing: a step's keys and values are shared once it has been checked."""
-
     def end_early(self, reqs: Iterable[Any]) -> None:
         """Ends requests whose plans failed or stop them, before their step's result is processed.
 

@@ -229,9 +229,6 @@ class ManagerWorker(EngineWorker):
             gathered += [(module, head, None) for module in self._head]
         return gathered
 
-    def _fail_sharers(self) -> None:
-        """Does nothing: a request with a plan reads no keys and values of others."""
-
     # The keys of all requests of a step stand in one tensor. A mask hides other requests' keys, but
     # NaN plus a mask is NaN, so watched rows are cleaned before others read them. In float16 large
     # scores exceed a mask of the lowest number, so masks are minus infinity there.

@@ -4,9 +4,10 @@ Few names of vLLM are used, each bound as late as can be. Front end: `process_in
 `InputProcessor`; `add_request`, `process_outputs`, `_finish_request` and `abort_requests` of
 `OutputProcessor`; `add_request` of both engines; `GenerateBaseServing._raise_if_error`,
 `create_completion` and `create_chat_completion` of the OpenAI server; and what `calls` calls.
-Engine: `Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and
-what `self_test` calls. Worker: `WorkerWrapperBase.init_device`, then the methods in `runners`.
-`_AROUND` lists them.
+Engine: `Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop`,
+`_gen_prompt_embeds_extra_hash_keys`, `KVCacheManager.get_computed_blocks`,
+`KVCacheCoordinator.cache_blocks` and what `self_test` and `prefix_cache` call. Worker:
+`WorkerWrapperBase.init_device`, then the methods in `runners`. `_AROUND` lists them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import itertools
 import json
 import logging
+import pkgutil
 import re
 import secrets
 import weakref
@@ -27,10 +29,12 @@ from fastapi import FastAPI
 
 from ferrohook.engines.admission import check_salt
 from ferrohook.engines.gate_events import AnswerGates
+from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
-from ferrohook.engines.vllm import metrics, self_test
+from ferrohook.engines.vllm import metrics, prefix_cache, self_test
 from ferrohook.engines.vllm.calls import call, call_async
+from ferrohook.engines.vllm.prefix_cache import has_plan
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, streams
 from ferrohook.engines.vllm.runners import around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
@@ -39,7 +43,7 @@ from ferrohook.errors import HookError
 from ferrohook.gates.streaming import extend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from ferrohook.engines.vllm.runners import StepReport
     from ferrohook.gates.streaming import GateValues
@@ -60,6 +64,7 @@ _SERVED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/
 _AROUND: Final[dict[str, Callable[..., Any]]] = {}
 """Functions around methods of vLLM, by the paths of these."""
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def _around(*paths: str) -> Callable[[F], F]:
@@ -159,7 +164,8 @@ def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
     options = VllmOptions.of(engine.vllm_config)
     modules = ModuleTable.from_json(described["modules"])
     secret = bytes.fromhex(described["secret"])  # the first rank's, as all API servers take it
-    made = FrontEnd(modules, options, secret, max(servers, 1), serves=serves)
+    reach = CacheReach.from_json(described["reach"])
+    made = FrontEnd(modules, options, secret, reach, max(servers, 1), serves=serves)
     found = _front_ends.setdefault(engine.input_processor, made)
     _front_ends[engine.output_processor] = found
     return found
@@ -170,9 +176,10 @@ def _named(module: str, name: str) -> Any:
 
 
 def _method(path: str) -> tuple[Any, Any]:
-    """Returns the class of a method, and the attribute that the class has under its name."""
-    module, owner, name = path.rsplit(".", 2)
-    found = FastAPI if owner == FastAPI.__name__ else _named(module, owner)
+    """Returns the class of a method or the module of a function, and the attribute there."""
+    owner, _, name = path.rpartition(".")
+    is_fastapi = owner.rpartition(".")[2] == FastAPI.__name__
+    found = FastAPI if is_fastapi else pkgutil.resolve_name(f"vllm.{owner}")
     return found, vars(found)[name]
 
 
@@ -183,10 +190,6 @@ def _wrap(path: str, function: Callable[..., Any]) -> None:
         name = path.rpartition(".")[2]
         around(owner, name, function)
         setattr(vars(owner)[name], _MARK, True)
-
-
-def _has_plan(params: Any) -> bool:
-    return NAME in (getattr(params, "extra_args", None) or ())
 
 
 # --- front end -----------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def _refusing(  # noqa: PLR0913, PLR0917 (vLLM's arguments)
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if _has_plan(params):
+    if has_plan(params):
         raise BadPlanError(reason)
     return original(self, request_id, prompt, params, *args, **kwargs)
 
@@ -223,7 +226,7 @@ def _processing(
     request = original(self, request_id, prompt, params, *args, **kwargs)
     try:
         check_salt(request.cache_salt)
-        if _has_plan(params):
+        if has_plan(params):
             front_end = _front_ends.get(self)
             if front_end is None:
                 msg = (
@@ -242,7 +245,7 @@ def _processing(
 def _adding(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if _has_plan(params):
+    if has_plan(params):
         try:
             if keys := connect(self).take_cancelled():
                 call(self, "discard", keys)
@@ -255,7 +258,7 @@ def _adding(
 async def _adding_async(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if _has_plan(params):
+    if has_plan(params):
         try:
             front_end = await connect_async(self)
             if keys := front_end.take_cancelled():
@@ -271,7 +274,7 @@ async def _adding_async(
 @_around(f"{_OUTPUTS}.add_request")
 def _joining(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     original(self, request, *args, **kwargs)
-    if _has_plan(request.sampling_params):
+    if has_plan(request.sampling_params):
         _tell(self, FrontEnd.joined, request)
 
 
@@ -397,9 +400,59 @@ def _looping(original: Any, self: Any) -> Any:
     return original(self)
 
 
+def _safely(default: T, function: Callable[..., T], *args: Any) -> T:
+    """Calls code of ours in the scheduler; if it fails, the engine goes on with a safe value."""
+    try:
+        return function(*args)
+    except Exception:  # noqa: BLE001 (the engine goes on)
+        _LOG.exception("ferrohook failed at the prefix cache, so a request with a plan shares less")
+        return default
+
+
+@_around("v1.core.kv_cache_utils._gen_prompt_embeds_extra_hash_keys")
+def _keying(original: Any, request: Any, start: int, end: int) -> Any:
+    """Gives blocks that a plan may have changed a key of the plan."""
+    keys = original(request, start, end)
+    if not has_plan(request.sampling_params):
+        return keys
+    own = _safely(None, prefix_cache.keys_of, request, end)
+    return [*keys, *([prefix_cache.private_key()] if own is None else own)]
+
+
+@_around("v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks")
+def _looking_up(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has a request read no cached positions that its plan has to see."""
+    if not has_plan(request.sampling_params):
+        return original(self, request, *args, **kwargs)
+    coordinator = self.coordinator
+    find = coordinator.find_longest_cache_hit
+
+    def finding(hashes: Any, most: int) -> Any:
+        return find(hashes, _safely(0, prefix_cache.readable, request, most))
+
+    # Cutting the result would be wrong for sliding windows.
+    coordinator.find_longest_cache_hit = finding
+    try:
+        return original(self, request, *args, **kwargs)
+    finally:
+        del coordinator.find_longest_cache_hit
+
+
+@_around("v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks")
+def _sharing(original: Any, self: Any, request: Any, tokens: int) -> None:
+    """Shares blocks of a step that a plan changes once the step has been checked."""
+    if has_plan(request.sampling_params):
+        tokens = _safely(0, prefix_cache.shareable, self, request, tokens)
+    original(self, request, tokens)
+
+
 @_around("v1.core.sched.scheduler.Scheduler.update_from_output")
 def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
     report: StepReport | None = getattr(output, "ferrohook_report", None)
+    failed = report.failed.keys() if report is not None else ()
+    if failed:
+        _safely(None, prefix_cache.evict, self, failed)
+    _safely(None, prefix_cache.share, self, scheduler_output, failed)
     waiting: dict[str, GateValues] = vars(self).setdefault("ferrohook_gates", {})
     if report is None:
         made = original(self, scheduler_output, output)
@@ -410,7 +463,6 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
     # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
     # token that a plan ends with.
     status = _named("v1.request", "RequestStatus")
-    _evict(self, report.failed.keys())
     ended = _end(self, report.failed, status.FINISHED_ERROR)
     ended += _end(self, report.stopped, status.FINISHED_STOPPED)
     made = original(self, scheduler_output, output)
@@ -436,17 +488,6 @@ def _add_gates(
             each.kv_transfer_params = {**(each.kv_transfer_params or {}), GATES: values}
     for request_id in waiting.keys() - live.keys():
         del waiting[request_id]
-
-
-def _evict(scheduler: Any, failed: Collection[str]) -> None:
-    """Has no request reuse keys and values of requests that failed, not even one of their plan."""
-    blocks = {
-        block
-        for request_id in failed & scheduler.requests.keys()
-        for group in scheduler.kv_cache_manager.get_block_ids(request_id)
-        for block in group
-    }
-    scheduler.kv_cache_manager.evict_blocks(blocks)
 
 
 def _end(scheduler: Any, reasons: Mapping[str, str], status: Any) -> list[tuple[int, Any]]:

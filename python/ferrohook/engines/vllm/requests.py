@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ferrohook.engines.admission import Admission, ReadPlan, text_of
+from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
 from ferrohook.engines.vllm import metrics
@@ -93,15 +94,17 @@ class FrontEnd:
         modules: the modules of the worker's model.
         options: of the engine.
         secret: key of the salts, of the engine: its API servers share it.
+        reach: which changes reach cached keys and values.
         servers: number of API servers.
         serves: requests come over HTTP, so captures need a token.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (of which each is one fact about the engine)
         self,
         modules: ModuleTable,
         options: VllmOptions,
         secret: bytes,
+        reach: CacheReach | None = None,
         servers: int = 1,
         *,
         serves: bool = False,
@@ -110,6 +113,7 @@ class FrontEnd:
         self.options = options
         self.uploads = Uploads(options.vectors_bytes)
         self._admission = Admission(modules, options, secret)
+        self._reach = CacheReach() if reach is None else reach
         self.servers = servers
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
@@ -156,9 +160,6 @@ class FrontEnd:
         stream = params.extra_args.get(GATES)
         if not isinstance(stream, str) or stream not in streams:  # a client's
             stream = ""
-        # Positions that a cache has are run again, where they are wanted.
-        if read.reaches_back:
-            params.skip_reading_prefix_cache = True
         if read.captures:
             if params.n > 1:
                 refuse("n > 1 with captures")
@@ -173,10 +174,17 @@ class FrontEnd:
                 )
                 raise ValueError(msg)
             self._issue(CapturingRequest(key, request.request_id, own, stream=stream))
-        if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
-            request.cache_salt = salt
-        payload = {"plan": read.text, "uploads": read.used, "digest": read.digest, "key": key}
-        params.extra_args = {**params.extra_args, NAME: payload | {"streams": bool(stream)}}
+        prefix = self._admission.prefix(read, prompt, self._reach)
+        salt = None if prefix.changed is None else self._admission.salt(read, prompt)
+        payload = {
+            "plan": read.text,
+            "uploads": read.used,
+            "digest": read.digest,
+            "key": key,
+            "streams": bool(stream),
+            "prefix": prefix._asdict() | {"salt": salt},
+        }
+        params.extra_args = {**params.extra_args, NAME: payload}
         for ours in (FIELD, GATES):
             params.extra_args.pop(ours, None)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ferrohook.effects.interventions import Add
+from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
@@ -219,7 +220,8 @@ class _Engine:
         self._core = core
         self.modules = ModuleTable.from_json(described["modules"])
         secret = bytes.fromhex(described["secret"])
-        self._front_end = FrontEnd(self.modules, VllmOptions(), secret)
+        reach = CacheReach.from_json(described["reach"])
+        self._front_end = FrontEnd(self.modules, VllmOptions(), secret, reach)
         self._number = 0
         config = core.vllm_config
         self.block: int = config.cache_config.block_size

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
 from ferrohook.engines.model.observing import observe, observe_logits
@@ -35,7 +36,7 @@ from ferrohook.rows.site_hooks import HookSites
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ferrohook.engines.model.modules import SampledLogits
     from ferrohook.gates.streaming import GateValues
@@ -47,11 +48,16 @@ _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped to stay within results_bytes"
 
 
+def _cached_layer() -> Any:
+    """Returns the class of the layers that write keys and values, or other states of tokens."""
+    found = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
+    return found.AttentionLayerBase
+
+
 def _heads_of(module: Any) -> HeadSizes | None:
     """Returns the heads of what vLLM calls as attention(q, k, v), None for any other module."""
-    layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
     sizes = [getattr(module, name, None) for name in ("num_heads", "num_kv_heads", "head_size")]
-    if not isinstance(module, layers.AttentionLayerBase) or None in sizes:
+    if not isinstance(module, _cached_layer()) or None in sizes:
         return None
     heads, kv_heads, head_dim = map(int, filter(None, sizes))
     return HeadSizes(heads, kv_heads, head_dim)
@@ -96,6 +102,7 @@ class RunnerWorker(EngineWorker):
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._tickets: dict[str, dict[str, Any]] = {}
         """Tickets of finished requests, by key, where there are several API servers."""
+        self._reach = CacheReach()
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
 
@@ -116,6 +123,7 @@ class RunnerWorker(EngineWorker):
         if not self._config.compilation_config.mode:
             call_experts(model)
         modules = observe(model, forward, _heads_of)
+        self._reach = self._observed_reach(model, forward)
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
         else:
@@ -129,6 +137,23 @@ class RunnerWorker(EngineWorker):
             # Open as long as the engine.
             self._sites = HookSites(model, parts, outside=outside).opened()
         self.serve(model, modules)
+
+    def _observed_reach(self, model: Any, forward: Callable[[], None]) -> CacheReach:
+        """Observes which changes reach cached keys and values.
+
+        Speculative decoding is refused: the keys and values of a drafter may be made of the last
+        hidden states.
+        """
+        layers = [
+            layer
+            for layer in self._config.compilation_config.static_forward_context.values()
+            if isinstance(layer, _cached_layer())
+        ]
+        # Some models let the tokens of an image attend to each other, both ways.
+        causal = not self._config.model_config.is_mm_prefix_lm and all(
+            getattr(layer, "attn_type", "decoder") == "decoder" for layer in layers
+        )
+        return observe_reach(model, forward, layers, causal=causal)
 
     def _observed_logits(self, model: Any) -> SampledLogits | None:
         """Finds the module that returns the logits; None, with the reason logged, if that fails."""
@@ -163,12 +188,11 @@ class RunnerWorker(EngineWorker):
             embeds = embeds.to(device, config.dtype)
             ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
         positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)
-        layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
         noise = torch.Generator().manual_seed(0 if self._ranks is None else self._ranks.rank)
         hooks = [
             module.register_forward_hook(functools.partial(_attend, noise), prepend=True)
             for module in model.modules()
-            if isinstance(module, layers.AttentionLayerBase)
+            if isinstance(module, _cached_layer())
         ]
         try:
             with (
@@ -198,13 +222,11 @@ class RunnerWorker(EngineWorker):
         try:
             self._open(request_id, payload, prompt_length)
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
-            digest = payload["digest"] if isinstance(payload, dict) else ""
-            self._fail_named(request_id, error, digest)
+            self._fail_named(request_id, error)
 
-    def _fail_named(self, request_id: str, error: Exception, digest: str = "") -> None:
+    def _fail_named(self, request_id: str, error: Exception) -> None:
         """Fails a request, even if its plan could not be opened here."""
-        unopened = EngineRequest(request_id, digest=digest)
-        self.fail(self.requests.setdefault(request_id, unopened), error)
+        self.fail(self.requests.setdefault(request_id, EngineRequest(request_id)), error)
 
     def _open(self, request_id: str, payload: Any, prompt_length: int) -> None:
         self.retire(request_id)
@@ -213,6 +235,7 @@ class RunnerWorker(EngineWorker):
             raise HookError(msg)
         read = functools.partial(self._read, payload)
         self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
+        self.requests[request_id].first_changed = payload["prefix"]["changed"]
         if payload["streams"]:
             self.requests[request_id].stream_gates(GateStream())
         self._forget(payload["key"])
@@ -283,7 +306,7 @@ class RunnerWorker(EngineWorker):
         )
 
     def _zero(self, slots: Mapping[str, Tensor]) -> None:
-        """Zeroes the blocks of some slots. No request shares them: they were not full before."""
+        """Zeroes the blocks of some slots. No request shares them before the step is checked."""
         config = self._runner.kv_cache_config
         for group in config.kv_cache_groups:
             for layer in group.layer_names:
@@ -295,10 +318,17 @@ class RunnerWorker(EngineWorker):
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
     def describe(self) -> bytes:
-        """Returns the table of the modules and the key of salts, or the reason of a refusal."""
+        """Returns the table of the modules, the key of salts and the reach of changes.
+
+        Or the reason of a refusal.
+        """
         if self.served is None:
             return json.dumps({"refused": self.refusal}).encode()
-        described = {"modules": self.served.modules.to_json(), "secret": self._secret}
+        described = {
+            "modules": self.served.modules.to_json(),
+            "secret": self._secret,
+            "reach": self._reach.to_json(),
+        }
         return json.dumps(described).encode()
 
     def put(self, data: bytes, names: dict[str, str]) -> bytes:
