@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -385,3 +386,66 @@ def test_a_step_with_nan_reaches_no_request_that_shares_blocks_before_it(
             assert texts_beside(llm, hostile=True) != alone
     finally:
         stop(llm)
+
+
+class Cache:
+    """A cache, its scheduler and one request, of a plan that changes token 10 and all after it."""
+
+    def __init__(self) -> None:
+        self.plan = prefix_cache.CachedPlan("salt", 10, None)
+        self.request = SimpleNamespace(
+            request_id="a",
+            num_tokens=100,
+            num_computed_tokens=0,
+            num_stale_output_tokens=0,
+            ferrohook_plan=self.plan,
+        )
+        self.coordinator = SimpleNamespace()
+        self.shared = 0
+        manager = SimpleNamespace(coordinator=self.coordinator, cache_blocks=self._cache)
+        self.scheduler = SimpleNamespace(kv_cache_manager=manager, requests={"a": self.request})
+
+    def _cache(self, _request: Any, tokens: int) -> None:
+        self.shared = tokens
+
+    def schedule(self, tokens: int) -> Any:
+        """Schedules a step; returns vLLM's output of it."""
+        start = self.request.num_computed_tokens
+        self.shared = prefix_cache.shareable(self.coordinator, self.request, start + tokens)
+        self.request.num_computed_tokens += tokens
+        return SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=["a"], num_computed_tokens=[start]),
+            num_scheduled_tokens={"a": tokens},
+        )
+
+    def preempt(self, in_flight: int = 0) -> None:
+        self.request.num_computed_tokens = self.shared = 0
+        self.request.num_stale_output_tokens = in_flight
+
+
+def test_a_preempted_request_shares_no_step_before_it_has_been_checked_again() -> None:
+    cache = Cache()
+    prefix_cache.share(cache.scheduler, cache.schedule(60), ())
+    assert cache.shared == 60
+    cache.preempt()
+    first = cache.schedule(30)
+    assert cache.shared == 0
+    second = cache.schedule(30)  # ahead of the first one's end
+    assert cache.shared == 0
+    prefix_cache.share(cache.scheduler, first, ())
+    assert cache.shared == 30
+    prefix_cache.share(cache.scheduler, second, ())
+    assert cache.shared == 60
+
+
+def test_a_step_from_before_a_preemption_shares_no_blocks_of_after_it() -> None:
+    cache = Cache()
+    before = cache.schedule(60)
+    cache.preempt(in_flight=60)
+    after = cache.schedule(60)  # in the same step as it was preempted, as a reset does
+    prefix_cache.share(cache.scheduler, before, ())
+    assert cache.shared == 0
+    cache.request.num_stale_output_tokens = 0
+    prefix_cache.share(cache.scheduler, after, ())
+    assert cache.shared == 60

@@ -72,8 +72,9 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
     if plan.changed is None or tokens <= plan.changed:
         return tokens
     vars(coordinator).setdefault(_WAITING, {})[request.request_id] = plan
-    # One that was preempted runs again, from fewer tokens.
-    return min(tokens, plan.checked, int(request.num_computed_tokens))
+    # One that was preempted runs again, from fewer tokens: their steps are checked anew.
+    plan.checked = min(plan.checked, int(request.num_computed_tokens))
+    return min(tokens, plan.checked)
 
 
 def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:
@@ -97,7 +98,8 @@ def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:
             del waiting[request_id]
         elif request_id in starts:
             end = starts[request_id] + scheduled.num_scheduled_tokens[request_id]
-            if end <= request.num_computed_tokens:  # else it was preempted meanwhile
+            # Else it was preempted meanwhile, and its blocks are others.
+            if end <= request.num_computed_tokens and not request.num_stale_output_tokens:
                 plan.checked = end
                 manager.cache_blocks(request, min(end, request.num_tokens))
 
