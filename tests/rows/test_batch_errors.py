@@ -326,6 +326,18 @@ def _sparse(_m: object, _a: object, output: Tensor) -> Tensor:
     return output.to_sparse()
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 3)])
+def test_what_a_failing_hook_returned_is_read(model: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, 4)
+    plan = fh.Plan(fh.on("0", _sparse), fh.keep("0"))
+    request = plan.prepare(model).open()
+    positions = torch.arange(x[..., 0].numel()).view(shape)
+    with torch.no_grad(), fh.batch({request: [1]}, positions=positions):
+        model(x)
+    assert "layout torch.sparse_coo" in str(request.error)
+    assert request.acts["0"].is_sparse
+
+
 def _raising(_m: object, _a: object, _output: object) -> None:
     raise KeyError
 

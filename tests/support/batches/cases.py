@@ -67,7 +67,7 @@ def at_of(name: str | None) -> Any:
 
 COMPLEX = 4
 """Seed of a hook with a complex vector."""
-NATIVE = ("add", "scale", "ablate", "clamp", "replace", "zero")
+NATIVE = ("add", "scale", "ablate", "clamp", "replace", "zero", "feature")
 PLAIN = ("times", "mix", "observe", "write")
 BAD = ("shape", "dtype", "sparse", "raise")
 """Functions whose result or exception fails the request."""
@@ -121,6 +121,8 @@ class Gate:
     over: str = "token"
     by: str = "max"
     part: Any = None
+    feature: bool = False
+    """True if it reads the element's positive part, as a feature of a dictionary."""
 
     kind = "gate"
     prepend = False
@@ -500,6 +502,7 @@ class Dice:
             pick.choice(("token", "token", "so_far", "prompt", "window")),
             pick.choice(("max", "min", "last")),
             pick.choice((0, 1)) if what == "b" and phase == "forward" else None,
+            self.some(0.3),
         )
 
     def gated(self, hook: Hook, gates: list[str]) -> Hook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,16 @@ from torch import Tensor, nn
 import ferrohook as fh
 from support.batches.cases import COMPLEX, WIDTH, Case, Gate, Hook, Step, When
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FLOAT8 = torch.float8_e4m3fn
 WINDOW = 2
 """Tokens of a window of gates."""
+DICTIONARY = fh.Dictionary(
+    torch.eye(WIDTH), torch.eye(WIDTH), b_enc=torch.zeros(WIDTH), b_dec=torch.zeros(WIDTH)
+)
+"""A feature for each element: its positive part."""
 
 
 def vector(seed: int, *, whole: bool = False) -> Tensor:
@@ -31,6 +38,11 @@ def vector(seed: int, *, whole: bool = False) -> Tensor:
     return made
 
 
+def edit(seed: int) -> dict[str, float]:
+    """Change of a feature, as arguments of `Feature`."""
+    return {"set": 2.0} if seed % 2 else {"scale": 3.0, "add": 1.0}
+
+
 def factor(seed: int) -> float:
     return (0.5, -2.0, 3.0)[seed % 3]
 
@@ -39,28 +51,30 @@ def intervention(case: Case, hook: Hook) -> Any:
     """Makes a native hook."""
     given = vector(hook.seed, whole=case.sites)
     part = hook.part
-    if hook.kind == "add":
-        return fh.Add(given, output_index=part)
-    if hook.kind == "scale":
-        return fh.Scale(factor(hook.seed), output_index=part)
-    if hook.kind == "replace":
-        return fh.Replace(given, output_index=part)
-    if hook.kind == "zero":
-        return fh.Zero(output_index=part)
-    if hook.kind == "ablate":
-        return fh.Ablate(vector(hook.seed % 6), output_index=part)
     low = None if hook.seed % 2 else -0.1
-    return fh.Clamp(vector(hook.seed % COMPLEX), low, 0.1, output_index=part)
+    made: dict[str, Callable[[], Any]] = {
+        "add": lambda: fh.Add(given, output_index=part),
+        "scale": lambda: fh.Scale(factor(hook.seed), output_index=part),
+        "replace": lambda: fh.Replace(given, output_index=part),
+        "zero": lambda: fh.Zero(output_index=part),
+        "ablate": lambda: fh.Ablate(vector(hook.seed % 6), output_index=part),
+        "clamp": lambda: fh.Clamp(vector(hook.seed % COMPLEX), low, 0.1, output_index=part),
+        "feature": lambda: fh.Feature(
+            DICTIONARY, hook.seed % WIDTH, output_index=part, **edit(hook.seed)
+        ),
+    }
+    return made[hook.kind]()
 
 
 def gate(drawn: Gate, at: Any) -> Any:
     """Makes a gate of a plan."""
     over: Any = fh.window(WINDOW) if drawn.over == "window" else drawn.over
     by: Any = drawn.by
+    dot = fh.Dot(torch.eye(WIDTH)[drawn.element])
     return fh.gate(
         drawn.name,
         drawn.what,
-        fh.Dot(torch.eye(WIDTH)[drawn.element]),
+        fh.FeatureActivation(DICTIONARY, drawn.element) if drawn.feature else dot,
         at=at,
         over=over,
         by=by,
@@ -73,7 +87,8 @@ def reading(drawn: Gate, token: Tensor) -> float:
     """Number that a gate reads from a token; NaN for one with infinite or NaN elements."""
     vector = token.flatten().float()
     others = torch.cat((vector[: drawn.element], vector[drawn.element + 1 :]))
-    return float(vector[drawn.element] + (others * 0).sum())
+    read = vector[drawn.element] + (others * 0).sum()
+    return float(read.relu() if drawn.feature else read)
 
 
 def condition(when: When) -> Any:
@@ -93,13 +108,24 @@ def intervened(case: Case, hook: Hook, x: Tensor) -> Tensor:
         return given.to(x.dtype).expand(x.shape).clone()
     if hook.kind == "zero":
         return torch.zeros_like(x)
+    if hook.kind == "feature":
+        column = torch.eye(WIDTH)[hook.seed % WIDTH]
+        flat = x if x.dtype == torch.float64 else x.float()
+        value = (flat * column).sum(-1, keepdim=True).relu()
+        new = 2.0 if hook.seed % 2 else value * 3.0 + 1.0
+        return (flat + (new - value) * column).to(x.dtype)
+    return along(hook, x)
+
+
+def along(hook: Hook, x: Tensor) -> Tensor:
+    """Formula of a native hook that changes how far vectors go in a direction."""
     direction = vector(hook.seed % (6 if hook.kind == "ablate" else COMPLEX))
     unit = (direction / direction.norm()).to(x.dtype)
-    along = (x * unit.conj()).sum(-1, keepdim=True)
+    length = (x * unit.conj()).sum(-1, keepdim=True)
     if hook.kind == "ablate":
-        return x - along * unit
+        return x - length * unit
     low = None if hook.seed % 2 else -0.1
-    return x + (along.clamp(low, 0.1) - along) * unit
+    return x + (length.clamp(low, 0.1) - length) * unit
 
 
 def partly(hook: Hook, x: Tensor, changed: Tensor) -> Tensor:
@@ -113,9 +139,9 @@ def refuses(hook: Hook, case: Case) -> bool:
     if dtype.is_floating_point:
         if hook.seed == COMPLEX and not case.sites and hook.kind in {"add", "ablate", "replace"}:
             return True
-        return dtype == FLOAT8 and hook.kind not in {"zero", "replace"}
+        return dtype == FLOAT8 and hook.kind not in {"zero", "replace", "feature"}
     if dtype.is_complex:
-        return hook.kind == "clamp"
+        return hook.kind in {"clamp", "feature"}
     return hook.kind != "zero"
 
 

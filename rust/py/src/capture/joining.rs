@@ -159,7 +159,9 @@ fn tokens_first<'py>(
     match positions.dims {
         TokenDims::Padded(rows) => {
             let columns = length(tensor, 1)?.unwrap_or_default();
-            let fits = first == Some(rows) && rows * columns == tokens;
+            // torch flattens no sparse tensor.
+            let sparse = tensor.getattr(intern!(py, "is_sparse"))?.is_truthy()?;
+            let fits = !sparse && first == Some(rows) && rows * columns == tokens;
             let flatten = || tensor.call_method1(intern!(py, "flatten"), (0, 1));
             fits.then(flatten).transpose()
         }
