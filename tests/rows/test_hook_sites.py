@@ -414,6 +414,44 @@ def test_outputs_that_a_graph_does_not_use_are_captured(backend: str) -> None:
     torch.testing.assert_close(request.acts["aside"], known)
 
 
+class Parallel(nn.Module):
+    """Runs modules whose order no tensor fixes; Inductor would move the wide one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.small = nn.Linear(WIDTH, 4096), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        wide, small = self.wide(x), self.small(x + 1)
+        again = small.repeat(1, 600).sin().sum(-1)
+        return self.small(x * 2).relu().sum(0), again, wide.sum(-1)
+
+
+@compiled
+def test_inductor_keeps_the_order_of_hooks() -> None:
+    torch.manual_seed(0)
+    own = Parallel().requires_grad_(False)
+    x = torch.randn(ROWS, WIDTH)
+    plan = fh.Plan(
+        fh.gate("g", "wide", fh.Norm()),
+        fh.on("small", fh.Scale(100.0), when=fh.above("g", 0.0)),
+        fh.keep("small", calls="all"),
+    )
+
+    def served(call: Any) -> list[Tensor]:
+        request = plan.prepare(own).open()
+        with torch.no_grad(), fh.batch({request: slice(0, ROWS)}, positions=torch.arange(ROWS)):
+            outputs = call(x)
+        assert request.error is None
+        return [*outputs, *request.acts["small"]]
+
+    right = served(own)
+    with fh.rows.sites(own, "*"):
+        found = served(torch.compile(own, fullgraph=True))
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_with_sites_is_collected() -> None:
     own = copy.deepcopy(model())
     gone = weakref.ref(own)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx.node import has_side_effect
 
 from ferrohook.effects.intervention import KINDS, number_dtype
 from ferrohook.errors import HookError, HookTypeError
@@ -201,14 +200,18 @@ def _tap_fake(*_tables: Any) -> None:
     pass
 
 
-def _run(x: Tensor, residual: Tensor | None, key: Tensor) -> Tensor:
+def _run(x: Tensor, residual: Tensor | None, key: Tensor, _order: Tensor) -> Tensor:
     site = _SITES.get(key.data_ptr())
     changed: Tensor | None = None if site is None else site.run(x, residual)
     return x.clone() if changed is None else changed
 
 
-def _run_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return grad, None, None  # outside of batches, which such sites serve without gradients
+def _run_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad, None, None, None  # outside of batches, which such sites serve without gradients
+
+
+def _ran(*_tensors: Any) -> None:
+    pass
 
 
 # Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
@@ -223,14 +226,17 @@ def _define(library: torch.library.Library) -> None:
     )
     # In a CUDA graph it would run once, when that is captured: Inductor cuts the graph around it.
     library.define(
-        "run(Tensor x, Tensor? residual, Tensor key) -> Tensor",
+        "run(Tensor x, Tensor? residual, Tensor key, Tensor order) -> Tensor",
         tags=(torch.Tag.cudagraph_unsafe,),
     )
+    # Hooks see values in the order of the model. A graph keeps it, as each `run` reads what the
+    # `ran` before it is said to write, and drops none of them.
+    library.define("ran(Tensor x, Tensor(a!) order) -> ()")
+    library.impl("ran", _ran, "CompositeExplicitAutograd")
+    torch.library.register_fake("ferrohook::ran", _ran, lib=library)
     library.impl("run", _run, "CompositeExplicitAutograd")
     torch.library.register_fake("ferrohook::run", _steer_fake, lib=library)
     torch.library.register_autograd("ferrohook::run", _run_backward, lib=library)
-    # Hooks read outputs that the model does not use.
-    has_side_effect(torch.ops.ferrohook.run.default)
     library.impl("steer", _steer, "CompositeExplicitAutograd")
     library.impl("change", _change, "CompositeExplicitAutograd")
     library.impl("tap", _tap, "CompositeExplicitAutograd")
@@ -272,7 +278,7 @@ def define() -> None:
     of a kind of intervention to the rows of `x`, or of its sum with a residual, whose row of the
     tables is `used`; `tap(x, kept, calls,
     places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
-    the index and the count. `run(x, residual, key)` returns `x` after the hooks of the batch at the
-    site of the key.
+    the index and the count. `run(x, residual, key, order)` returns `x` after the hooks of the batch
+    at the site of the key, and `ran(x, order)` keeps the next `run` behind it.
     """
     _DEFINITION.complete()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class HookSites(Sites):
         self, model: nn.Module, parts: Mapping[str, Any], outside: Sequence[str] = ()
     ) -> None:
         super().__init__(model, parts, outside)
-        self._keys = torch.zeros(len(parts), 1)
+        self._keys, self._order = torch.zeros(len(parts), 1), torch.zeros(1)
         self._points = [
             _HookSite(self, model.get_submodule(name), part) for name, part in parts.items()
         ]
@@ -93,11 +93,17 @@ class HookSites(Sites):
         key, point = self._keys[site], self._points[site]
         operators.assign(key, point)
         part, beside = point.part, point.beside
-        run = torch.ops.ferrohook.run
+        run, ran, order = torch.ops.ferrohook.run, torch.ops.ferrohook.ran, self._order
 
         def hook(_module: nn.Module, _args: object, output: Any) -> Any:
             residual = None if beside is None else part_of(output, beside)
-            return change_part(output, part or None, lambda x: run(x, residual, key))
+
+            def changed(x: Tensor) -> Tensor:
+                x = cast("Tensor", run(x, residual, key, order))
+                ran(x.detach(), order)
+                return x
+
+            return change_part(output, part or None, changed)
 
         # The hook keeps them alive while they are open.
         vars(hook)["sites"] = self

@@ -38,7 +38,7 @@ def vector(seed: int, *, whole: bool = False) -> Tensor:
     return made
 
 
-def edit(seed: int) -> dict[str, float]:
+def edit(seed: int) -> dict[str, Any]:
     """Change of a feature, as arguments of `Feature`."""
     return {"set": 2.0} if seed % 2 else {"scale": 3.0, "add": 1.0}
 
