@@ -308,19 +308,24 @@ def test_a_transcoder_that_does_not_fit_is_refused(
         admitted(LAYERS, fh.on(what, fh.Feature(own, 3, set=1.0)))
 
 
-def test_a_compiled_engine_refuses_features_by_name() -> None:
-    table = ModuleTable(TABLE.table, {}, compiled=True)
-    judge = Admission(table, EngineOptions(), b"secret")
-    for entry, reason in (
-        (fh.keep("0", features=SAE, top=2), "a compiled engine reads no features"),
-        (fh.on("0", fh.Feature(SAE, 1, set=3.0)), "this compiled engine only supports Add"),
-        (
-            fh.on("0", fh.Feature(coder("0"), 1, set=3.0)),
-            "a compiled engine changes no features of transcoders: start it with enforce_eager",
-        ),
+def test_a_compiled_engine_changes_features_at_its_sites() -> None:
+    info = ModuleInfo("tensor", D_IN, 4 * D_IN)
+    sited, _ = ModuleTable(dict.fromkeys(("", "0", "1"), info), {}).at_sites(["0"])
+    elsewhere = coder("1", name="elsewhere")
+    judge = Admission(sited, EngineOptions(), b"secret")
+
+    def admitted_at_sites(entry: Any) -> fh.Plan:
+        find = UploadsOfPlan(uploaded(SAE, coder("0"), elsewhere).find)
+        return judge.read(fh.Plan(entry).to_json(), find).plan
+
+    for entry in (
+        fh.keep("0", features=SAE, top=2),
+        fh.on("0", fh.Feature(SAE, 1, set=3.0)),
+        fh.on("0", fh.Feature(coder("0"), 1, set=3.0)),
     ):
-        with pytest.raises(ValueError, match=reason):
-            judge.read(fh.Plan(entry).to_json(), UploadsOfPlan(uploaded(SAE, coder("0")).find))
+        assert len(admitted_at_sites(entry).entries) == 1
+    with pytest.raises(ValueError, match="not a site of this compiled engine"):
+        admitted_at_sites(fh.on("0", fh.Feature(elsewhere, 1, set=3.0)))
 
 
 def test_captures_of_features_count_their_own_bytes() -> None:

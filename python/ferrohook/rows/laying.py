@@ -107,7 +107,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     Examples:
         >>> with fh.rows.sites(model, "layers.*"):
         ...     compiled = torch.compile(model, fullgraph=True)
-        ...     with torch.no_grad(), fh.batch({a: slice(0, 4), b: slice(4, 9)}, size=9):
+        ...     rows = {a: slice(0, 4), b: slice(4, 9)}
+        ...     with torch.no_grad(), fh.batch(rows, size=9):
         ...         compiled(x)
     """
     expect_module(model, "sites needs")
