@@ -67,6 +67,8 @@ def at_of(name: str | None) -> Any:
 
 COMPLEX = 4
 """Seed of a hook with a complex vector."""
+NOT_FINITE = 6
+"""First seed of those with infinite or NaN values."""
 NATIVE = ("add", "scale", "ablate", "clamp", "replace", "zero", "feature")
 PLAIN = ("times", "mix", "observe", "write")
 BAD = ("shape", "dtype", "sparse", "raise")
@@ -319,6 +321,8 @@ class Dice:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311 (draws tests)
+        # Whether infinity times a zero of an encoder is NaN depends on the product's kernel.
+        self.features = self.some(0.5)
 
     def some(self, chance: float) -> bool:
         return self.random.random() < chance
@@ -445,7 +449,7 @@ class Dice:
         what = pick.choice(LAYERS)
         phase = pick.choice(("forward_pre", "forward", "forward"))
         whole = owner in {ALL, BATCH}
-        kinds: tuple[str, ...] = (*NATIVE, *PLAIN)
+        kinds: tuple[str, ...] = (*NATIVE[: None if self.features else -1], *PLAIN)
         if whole:
             kinds = ("times", "observe", "scale", "add") if case.dtype in FLOATS else PLAIN[2:3]
         if not whole:
@@ -475,7 +479,8 @@ class Dice:
         tensor = kind == "times" and phase == "forward" and what != "b"
         partial = partial and (kind in NATIVE or tensor)
         # Everybody's is never refused: a complex vector would be, on real values.
-        seeds = [seed for seed in range(8) if not whole or seed != COMPLEX]
+        finite = NOT_FINITE if self.features else 8
+        seeds = [seed for seed in range(finite) if not whole or seed != COMPLEX]
         return Hook(
             what,
             phase,
@@ -502,7 +507,7 @@ class Dice:
             pick.choice(("token", "token", "so_far", "prompt", "window")),
             pick.choice(("max", "min", "last")),
             pick.choice((0, 1)) if what == "b" and phase == "forward" else None,
-            self.some(0.3),
+            self.features and self.some(0.5),
         )
 
     def gated(self, hook: Hook, gates: list[str]) -> Hook:

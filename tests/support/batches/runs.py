@@ -354,7 +354,7 @@ class Run:
             self.happen(event)
         try:
             with contextlib.ExitStack() as stack:
-                if outer is not None and not outer.closed:
+                if outer is not None and not (outer.closed or step.outer in self.expired):
                     stack.enter_context(outer)
                     self.open = [outer]
                 try:
