@@ -46,7 +46,7 @@ class Stream(Pair):
 
 
 class Body(nn.Module):
-    """What is compiled."""
+    """Part of the model that is compiled."""
 
     def __init__(self) -> None:
         super().__init__()

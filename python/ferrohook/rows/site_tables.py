@@ -116,7 +116,6 @@ class TableSites(Sites):
     def __init__(self, model: nn.Module, names: list[str], form: TableForm) -> None:
         self.max_requests, self.max_rows, width, self.dim, part, like, kinds = form
         super().__init__(model, dict.fromkeys(names, part))
-        self._part = part
         count = len(names)
         self._table = torch.full(
             (count, self.max_requests + 1, width), nobody(like["dtype"]), **like
@@ -159,7 +158,7 @@ class TableSites(Sites):
                 torch._dynamo.mark_static_address(tensor)
         table, index = tables
         kept, calls, places = taps
-        dim, part = self.dim, self._part
+        dim, part = self.dim, self._parts[site]
         operators.assign(index, self._sites[site])
         operators.assign(places, self._sites[site])
         steer, tap = torch.ops.ferrohook.steer, torch.ops.ferrohook.tap

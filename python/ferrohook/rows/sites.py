@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -34,7 +35,7 @@ def open_sites(model: nn.Module | None) -> Sites | None:
     return None if opened is None or opened.closed else opened
 
 
-class Sites(SitesBase):
+class Sites(SitesBase, ABC):
     """Sites of a model, see `sites`. A context manager: leaving it closes them.
 
     They are open from `opened` on.
@@ -83,29 +84,29 @@ class Sites(SitesBase):
         _OPEN[model] = weakref.ref(self)
         self._count()
 
+    @abstractmethod
     def _hook(self, site: int) -> Callable[..., Any]:
         """Makes the hook of a site, which Dynamo traces: it calls the operators."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is being entered, and has the batch know.
 
         Raises:
             RowsError: a member or its rows cannot be served; `member` is that one.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def moved(self, batch: BatchBase) -> None:
         """Takes note of the positions of a batch, for the calls from now on.
 
         Raises:
             RowsError: they are not served.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def end_service(self, batch: BatchBase) -> None:
         """Ends the service of a batch."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<Sites at {counted(len(self.names), 'module')}{', closed' if self.closed else ''}>"
@@ -170,13 +171,13 @@ class Sites(SitesBase):
         served: Request = request
         return served
 
+    @abstractmethod
     def _check_plan(self, prepared: Prepared) -> None:
         """Validates that the sites serve a plan.
 
         Raises:
             HookError: they do not.
         """
-        raise NotImplementedError
 
     def _check_model(self, prepared: Prepared) -> nn.Module:
         """Returns the model of a plan.

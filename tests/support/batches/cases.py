@@ -321,7 +321,7 @@ class Dice:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311 (draws tests)
-        # Whether infinity times a zero of an encoder is NaN depends on the product's kernel.
+        # Kernels differ in whether infinity times a zero of an encoder is NaN.
         self.features = self.some(0.5)
 
     def some(self, chance: float) -> bool:

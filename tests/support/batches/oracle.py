@@ -296,8 +296,8 @@ class Oracle:
             outer = None
         for event in step.made:
             self.happen(event)
-        enters = outer is not None and not (outer.out or outer.expired)  # an event may end it
-        self.entered = [outer] if outer is not None and enters else []
+        # An event may have ended it.
+        self.entered = [] if outer is None or outer.out or outer.expired else [outer]
         if case.sites and self.choices.pick(self._refusals(step)):
             return "refused", []
         if any(self.owners[each].closed for each in self.live):
