@@ -231,7 +231,9 @@ def _define(library: torch.library.Library) -> None:
     )
     # Hooks see values in the order of the model. A graph keeps it, as each `run` reads what the
     # `ran` before it is said to write, and drops none of them.
-    library.define("ran(Tensor x, Tensor(a!) order) -> ()")
+    library.define(
+        "ran(Tensor x, Tensor(a!) order) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+    )  # of a tensor on the CPU
     library.impl("ran", _ran, "CompositeExplicitAutograd")
     torch.library.register_fake("ferrohook::ran", _ran, lib=library)
     library.impl("run", _run, "CompositeExplicitAutograd")
