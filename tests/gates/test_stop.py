@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+import operator
+import warnings
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,67 +57,95 @@ def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def end_of(values: dict[int, float], prompt: int, is_true: Any) -> int | None:
-    """The first position from the last one of the prompt on at which a condition is true."""
-    found = [at for at, it in sorted(values.items()) if at >= prompt - 1 and not math.isnan(it)]
-    return next((at for at in found if is_true(values[at])), None)
+class Monitor(NamedTuple):
+    """A gate, and how it is compared."""
+
+    over: Any
+    by: Any
+    at: Any
+    share: float
+    """Of its known values, those up to the limit."""
+    rising: bool
 
 
-overs: Any = st.sampled_from(["token", "prompt", "so_far", fh.window(2), fh.ema(0.5)])
-
-
-@settings(max_examples=amount(12, whole=300), deadline=None, suppress_health_check=[*HealthCheck])
-@given(
-    prompts=st.lists(st.lists(st.integers(4, 31), min_size=2, max_size=6), min_size=1, max_size=3),
-    over=overs,
+monitors: Any = st.builds(
+    Monitor,
+    over=st.sampled_from(["token", "prompt", "so_far", fh.window(2), fh.ema(0.5)]),
     by=st.sampled_from(["max", "min", "mean", "last"]),
     at=st.sampled_from([None, "generated"]),
     share=st.floats(0.05, 0.95),
     rising=st.booleans(),
-    together=st.booleans(),
 )
-def test_answers_end_with_the_token_that_was_read(  # noqa: PLR0913, PLR0917 (drawn)
-    prompts: list[list[int]],
-    over: Any,
-    by: Any,
-    at: Any,
-    share: float,
-    rising: bool,
-    together: bool,
-) -> None:
-    inputs, longest = padded(prompts), max(map(len, prompts))
-    direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(len(prompts)))
-    at = None if over == "prompt" else at
-    gate = fh.gate("g", "model.layers.0", fh.Dot(direction), at=at, over=over, by=by)
-    keep = fh.keep("@gate.g")
-    monitors = fh.Plan(gate, keep).prepare(model())
-    requests = [monitors.open() for _ in prompts]
-    with fh.rows.generating(requests):
-        plain = generated(inputs)
-    values: list[dict[int, float]] = []
-    for request in requests:
-        acts: Any = request.acts
-        if "@gate.g" not in acts:
-            values.append({})
-            continue
-        positions = acts.positions("@gate.g")
-        values.append(dict(zip(positions, acts["@gate.g"].tolist(), strict=True)))
+
+
+def limit_of(values: list[dict[int, float]], share: float) -> float | None:
+    """A limit between two values, as rows that share a forward differ in rounding."""
     known = sorted(it for each in values for it in each.values() if not math.isnan(it))
     if not known:
-        return
-    place = int(share * (len(known) - 1))
-    # Between two values, as rows that share a forward differ in rounding.
-    limit = known[place] - MARGIN
-    if any(abs(each - limit) < MARGIN / 2 for each in known):
-        return
-    when = fh.above("g", limit) if rising else fh.below("g", limit)
+        return None
+    limit = known[int(share * (len(known) - 1))] - MARGIN
+    return None if any(abs(each - limit) < MARGIN / 2 for each in known) else limit
+
+
+def end_of(truths: list[dict[int, bool]], prompt: int, needs_all: bool) -> int | None:
+    """The first position from the last one of the prompt on at which a condition is true."""
+    decide = all if needs_all else any
+    for at in sorted({at for each in truths for at in each}):
+        if at >= prompt - 1 and decide(each.get(at, False) for each in truths):
+            return at
+    return None
+
+
+@settings(max_examples=amount(16, whole=300), deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    prompts=st.lists(st.lists(st.integers(4, 31), min_size=2, max_size=6), min_size=1, max_size=3),
+    drawn=st.lists(monitors, min_size=1, max_size=3),
+    needs_all=st.booleans(),
+    together=st.booleans(),
+)
+def test_answers_end_with_the_token_that_was_read(
+    prompts: list[list[int]], drawn: list[Monitor], needs_all: bool, together: bool
+) -> None:
+    inputs, longest = padded(prompts), max(map(len, prompts))
+    generator = torch.Generator().manual_seed(len(prompts))
+    entries = []
+    for number, (over, by, at, _, _) in enumerate(drawn):
+        # The later in the plan, the earlier in the model.
+        where = ("model.layers.1", "model.layers.0", "model.embed_tokens")[number]
+        reading = fh.Dot(torch.randn(WIDTH, generator=generator))
+        at = None if over == "prompt" else at
+        entries.append(fh.gate(f"g{number}", where, reading, at=at, over=over, by=by))
+        entries.append(fh.keep(f"@gate.g{number}"))
+    prepared = fh.Plan(*entries).prepare(model())
+    requests = [prepared.open() for _ in prompts]
+    with fh.rows.generating(requests):
+        plain = generated(inputs)
+    conditions, truths = [], [[] for _ in prompts]  # type: ignore[var-annotated]
+    for number, monitor in enumerate(drawn):
+        name = f"@gate.g{number}"
+        values: list[dict[int, float]] = []
+        for request in requests:
+            acts: Any = request.acts
+            known = name in acts
+            positions = acts.positions(name) if known else []
+            values.append(dict(zip(positions, acts[name].tolist() if known else [], strict=True)))
+        if (limit := limit_of(values, monitor.share)) is None:
+            return
+        compared = fh.above if monitor.rising else fh.below
+        conditions.append(compared(f"g{number}", limit))
+        for of_row, of_gate in zip(truths, values, strict=True):
+            # NaN, which is unknown, is neither.
+            found = {at: it > limit if monitor.rising else it < limit for at, it in of_gate.items()}
+            of_row.append(found)
+    when = functools.reduce(operator.and_ if needs_all else operator.or_, conditions)
     ends = [
-        end_of(each, len(prompt), lambda it: (it > limit) == rising)
-        for each, prompt in zip(values, prompts, strict=True)
+        end_of(each, len(prompt), needs_all) for each, prompt in zip(truths, prompts, strict=True)
     ]
-    plan = fh.Plan(gate, fh.stop(when=when), keep)
+    plan = fh.Plan(*entries, fh.stop(when=when))
     if together:
-        with plan.open(model()) as request:
+        with warnings.catch_warnings(), plan.open(model()) as request:
+            # A gate at generated tokens, if the prompt ends the request.
+            warnings.simplefilter("ignore", fh.errors.NeverFiredWarning)
             text = generated(inputs)
         stopped = {each.row: each.position for each in request.stopped}
     else:

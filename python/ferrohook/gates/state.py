@@ -398,7 +398,7 @@ def _counts(
     else:
         known = max(ends) < row.complete
     if not known and (wanted := [end for end in ends if end >= 0]):
-        _check_read(gate, row, wanted, prompt, positions)
+        _check_read(gate, row, wanted, prompt)
     if isinstance(gate.over, Window):
         counts = [count if count >= gate.over.size else 0 for count in counts]
     return read, readings, counts
@@ -415,9 +415,7 @@ def _ends(gate: Gate, positions: list[int], prompt: int | None) -> list[int]:
     return positions
 
 
-def _check_read(
-    gate: Gate, row: _Row, wanted: list[int], prompt: int | None, positions: list[int]
-) -> None:
+def _check_read(gate: Gate, row: _Row, wanted: list[int], prompt: int | None) -> None:
     """Validates that a gate has read the tokens that its values depend on.
 
     Args:
@@ -425,10 +423,10 @@ def _check_read(
         row: readings of their sequence.
         wanted: last positions of the values that are known, see `_ends`.
         prompt: length of the prompt.
-        positions: of the tokens of the running call.
 
     Raises:
-        HookError: it has not.
+        UnreadError: it has not, and may do so later in the running call.
+        HookError: it has read later tokens, and not these.
     """
     first, end = min(wanted), max(wanted) + 1
     start = first if gate.over == "token" else row.complete
@@ -452,17 +450,18 @@ def _check_read(
         if not missing:
             return
     where = f"position {missing[0]}" if len(missing) == 1 else f"positions from {missing[0]} on"
-    if missing[0] >= min(positions):
+    if row.positions and row.positions[-1] > missing[0]:
         msg = (
-            f"gate {gate.name!r} has not read the token at {where} yet, as it reads later in the "
-            "forward than the hook that depends on it: let it read at an earlier place"
+            f"gate {gate.name!r} did not read the tokens at {where}: they ran before this request, "
+            "without the module that it reads, or more than "
+            f"{_MOST_SEQUENCES} other sequences ago. Run the whole sequence in the request"
         )
-        if gate.over != "prompt" and not gate.lag:
-            msg += ", or give it lag=1, for generated tokens that run one by one"
-        raise UnreadError(msg)
+        raise HookError(msg)
     msg = (
-        f"gate {gate.name!r} did not read the tokens at {where}: they ran before this request, "
-        "without the module that it reads, or more than "
-        f"{_MOST_SEQUENCES} other sequences ago. Run the whole sequence in the request"
+        f"gate {gate.name!r} has not read the token at {where} yet: it reads later in the forward "
+        "than the hook that depends on it, or the token ran before this request. Let it read at an "
+        "earlier place, from the first token on"
     )
-    raise HookError(msg)
+    if gate.over != "prompt" and not gate.lag:
+        msg += ", or give it lag=1, for generated tokens that run one by one"
+    raise UnreadError(msg)

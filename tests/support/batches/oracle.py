@@ -691,8 +691,9 @@ class Oracle:
         elif gate.over == "window":
             counted = counted[-values.WINDOW :]
         readings = owner.readings.get((name, token.sequence), {})
-        if any(each not in readings for each in counted):
-            raise GateError("UnreadError")  # noqa: EM101 (a name)
+        if missing := [each for each in counted if each not in readings]:
+            later = any(each > missing[0] for each in readings)
+            raise GateError("HookError" if later else "UnreadError")
         if not counted or (gate.over == "window" and len(counted) < values.WINDOW):
             return None
         read = [readings[each] for each in counted]
