@@ -113,8 +113,8 @@ def test_answers_end_with_the_token_that_was_read(
         # The later in the plan, the earlier in the model.
         where = ("model.layers.1", "model.layers.0", "model.embed_tokens")[number]
         reading = fh.Dot(torch.randn(WIDTH, generator=generator))
-        at = None if over == "prompt" else at
-        entries.append(fh.gate(f"g{number}", where, reading, at=at, over=over, by=by))
+        counted = None if over == "prompt" else at
+        entries.append(fh.gate(f"g{number}", where, reading, at=counted, over=over, by=by))
         entries.append(fh.keep(f"@gate.g{number}"))
     prepared = fh.Plan(*entries).prepare(model())
     requests = [prepared.open() for _ in prompts]
