@@ -271,7 +271,7 @@ def test_by_name_it_is_read_and_written_of_a_layer_a_head_and_a_request() -> Non
     assert torch.equal(acts["@pattern.1.2"], acts["@pattern.1"][:, 2])
     assert not zeroed["@z.1"][:, :, 2].any()
     others = [0, 1, 3]
-    kept = zeroed["@z.1"][seen][:, others]  # what a token of the padding looks at is nobody's
+    kept = zeroed["@z.1"][seen][:, others]  # padding may attend to anything
     torch.testing.assert_close(kept, plain["@z.1"][seen][:, others])
 
 

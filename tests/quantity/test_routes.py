@@ -206,7 +206,7 @@ def test_own_experts_that_are_replayed_change_no_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "lfm2_moe", "kolibri1"])
 def test_own_experts_of_single_tokens_change_no_bit(kind: str) -> None:
-    """torch rounds the last elements of a tensor otherwise, which those of one token would be."""
+    """torch rounds the last elements of a tensor otherwise, and one token has no others."""
     model = model_of(kind)
     ids = torch.arange(31)[None] + 11
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Rules by which routers weigh experts, and where they are proved."""
+"""Rules of routers for the weights of experts, and where they are proved."""
 
 from __future__ import annotations
 

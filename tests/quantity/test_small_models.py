@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytest.importorskip("transformers")
 PARTS = 4
 WRITES = 3
-"""Quantities of a model that are written to, each in a call of its own."""
+"""Quantities of a model that are written to, each in a separate call."""
 
 
 def tensor_of(output: Any) -> Tensor:
@@ -78,7 +78,7 @@ def change(tensor: Tensor) -> Tensor:
 
 
 def faults_of(model: SmallModel) -> list[str]:
-    """Returns what is wrong of the quantities of a model."""
+    """Returns the faults of the quantities of a model."""
     output, right = named(model)
     if not bool(output.isfinite().all()):
         return []

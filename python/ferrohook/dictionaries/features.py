@@ -127,7 +127,7 @@ class _Edit:
         absent["set"] = tables["set"].isnan()
         absent |= {"only_active": ~tables["only_active"], "changed": tables["changed"]}
         self._used = {name for name, each in absent.items() if not bool(each.all())}
-        """Tables that make a difference, with those that act beside them."""
+        """Tables that make a difference, with the others of the change."""
         for beside in ({"scale", "add"}, {"low", "high"}):
             self._used |= beside if self._used & beside else set()
         self._sets_all = not bool(absent["set"].any())
@@ -196,10 +196,10 @@ class _Edit:
         return (flat + change).to(x.dtype).reshape(x.shape)
 
     def change_of(self, flat: Tensor, own: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Returns what is added to the values, in units of the decoder's rows, (..., features).
+        """Returns the addition to the values, in units of the decoder's rows, (..., features).
 
         Args:
-            flat: what is read, (..., d_in), in the dtype of the computation.
+            flat: the input, (..., d_in), in the dtype of the computation.
             own: weights and tables of the features, if they differ by row.
         """
         own = self._read.columns(flat) if own is None else own
@@ -212,7 +212,7 @@ class _Edit:
         return change / own["norms"] if self._read.dictionary.formula.rescales else change
 
     def written(self, change: Tensor) -> Tensor:
-        """Returns what a change of values, (..., features), adds to a tensor, (..., d_out)."""
+        """Returns the change of a tensor, (..., d_out), by one of values, (..., features)."""
         with exact(change):
             return change @ self._read.columns(change)["W_dec"]
 

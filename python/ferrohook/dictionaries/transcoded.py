@@ -56,7 +56,7 @@ class TranscodedFeature:
         HookTypeError: a place does not fit the transcoder, or cannot be written.
     """
 
-    def __init__(  # noqa: PLR0913 (what an entry of a plan says)
+    def __init__(  # noqa: PLR0913 (parts of an entry)
         self,
         feature: Feature,
         number: int,
@@ -93,7 +93,7 @@ class TranscodedFeature:
 
         Raises:
             HookError: they were not read in this call.
-            HookTypeError: the tensor is not as wide as what the transcoder writes.
+            HookTypeError: the tensor is not as wide as the output of the transcoder.
         """
         read, change = request.transcoded[self._number].pop(tokens[2], (None, None))
         if change is None or read != tokens:
@@ -134,7 +134,7 @@ class TranscodedFeature:
 
 
 def one_place(found: Mapping[str, T]) -> tuple[str, T]:
-    """Returns the only place among those that a selector of a transcoder names, with its name.
+    """Returns the only place that a selector of a transcoder names, with its name.
 
     Raises:
         HookTypeError: there are several.

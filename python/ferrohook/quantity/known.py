@@ -23,7 +23,7 @@ class Resolved(NamedTuple):
     """A quantity that a selector names."""
 
     title: str
-    """Name of what is captured."""
+    """Name of the capture."""
     quantity: Quantity
     head: Head | None
     module: weakref.ref[nn.Module]
@@ -62,7 +62,7 @@ class _Numbers(NamedTuple):
 
 
 def _numbers_in(model: nn.Module) -> Iterator[_Numbers]:
-    """Yields the numbers that a forward may multiply by: those of modules that torch has not."""
+    """Yields the numbers that a forward may multiply by: attributes of modules not of torch."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         own = not type(module).__module__.startswith("torch.")

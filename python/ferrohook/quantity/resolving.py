@@ -114,7 +114,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
 def matching(
     table: Quantities, side_by_side: Mapping[str, tuple[int, int]], pattern: str
 ) -> Iterator[tuple[str, Quantity, Head | None]]:
-    """Yields what a name or glob matches, with the head if it names one: `@z.3.5`.
+    """Yields the matches of a name or glob, with the head if it names one: `@z.3.5`.
 
     Args:
         table: of a model.

@@ -53,7 +53,7 @@ class _HookSite:
         self.part: tuple[Any, ...] = (*self._outer, 0) if sums else path
         """Path in an output to the tensor that the operator takes and returns."""
         self.beside: tuple[Any, ...] | None = (*self._outer, 1) if sums else None
-        """Path to what is added to it in a sum."""
+        """Path to the other term of a sum."""
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """Runs the hooks of the batch of this context; None without a batch.
@@ -132,7 +132,7 @@ class HookSites(Sites):
             read = self._inside(prepared.places(number, read=True))
             places, hook = prepared.places(number), getattr(entry, "hook", None)
             own = self._inside(places)
-            if own or not places:  # what is outside alone is served as without sites
+            if own or not places:  # modules outside are served as without sites
                 reason = BACK_END.refusal(entry, needs=needs)
             if any(place.inputs for place in read.values()):
                 reason = _AFTER
@@ -145,7 +145,7 @@ class HookSites(Sites):
         self._served.add(prepared)
 
     def _inside(self, places: dict[str, Place]) -> dict[str, Place]:
-        """Returns those that are not at modules outside of the graph."""
+        """Returns the places at modules inside the graph."""
         outside = [*map(id, self._outside.values())]
         return {name: place for name, place in places.items() if id(place.module) not in outside}
 

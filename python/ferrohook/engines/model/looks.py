@@ -1,8 +1,9 @@
 """Looks at the model of an engine, in forwards of a few tokens as it is loaded.
 
-The prover of quantities is that of all models. What differs: the model is not copied, and the
-engine calls it; a layer returns the stream as a pair of tensors, or what it adds to the stream; a
-norm adds the last contribution and returns the sum too; attention is a module that takes q, k, v.
+The prover of quantities is the same as for all models. What differs: the model is not copied, and
+the engine calls it; a layer returns the stream as a pair of tensors, or its contribution to the
+stream; a norm adds the last contribution and returns the sum too; attention is a module that takes
+q, k, v.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def look_at(
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
         places: hook points that see the stream behind blocks, by the names of these.
-        factor_of: returns the factor by which the engine multiplies the output of the experts that
+        factor_of: returns the engine's factor of the output of the experts that
             a module chooses, where it does not multiply their weights.
 
     Returns:
@@ -224,7 +225,7 @@ def _check_numbers(findings: Findings) -> None:
 def _multiply_weights(
     model: nn.Module, findings: Findings, factor_of: Callable[[nn.Module], float]
 ) -> None:
-    """Has weights of experts contain the factor by which the engine multiplies their output."""
+    """Has weights of experts contain the engine's factor of their output."""
     for each in findings.proved:
         kind = kind_of(each.name)
         if kind == "expert_weights":
@@ -248,7 +249,7 @@ def _inside(
     for path, size in sizes.items():
         sites = {kind: ObservedTensor.input(path, place) for place, kind in enumerate("qkv")}
         sites["z"] = z = ObservedTensor.output(path, None)
-        # A gate may stand before the projection; but what was there before goes no further.
+        # A gate may stand before the projection; but the value before it goes no further.
         arrives = z in changed.written and (
             changed.written[z] in taken or changed.sites[z].value not in taken
         )

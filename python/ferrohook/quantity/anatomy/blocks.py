@@ -1,4 +1,4 @@
-"""Anatomy of a block: the sums by which its output follows from its input."""
+"""Anatomy of a block: the sums that make its output of its input."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Anatomist:
         return known
 
     def kind_of(self, path: str) -> str:
-        """Returns the name of what a module between projection and contribution does."""
+        """Returns the name of the operation of a module between projection and contribution."""
         return "norm" if self._norms.get(path) else "scale"
 
     def is_gain(self, call: ModuleCall) -> bool:

@@ -70,7 +70,7 @@ class Ending(NamedTuple):
     multiplier: float = 1.0
     cap: float | None = None
     failure: float | None = None
-    """Least residual of what the model returns, if no logits are among it."""
+    """Least residual of the model's results, if no logits are among them."""
 
     @property
     def text(self) -> str:
@@ -157,7 +157,7 @@ def _looks_up(model: nn.Module, look: Look, call: ModuleCall, ids: list[Tensor])
 def _embedded(
     look: Look, total: int, value: int, example: Example
 ) -> tuple[float, Tensor | None] | float:
-    """Fits a value by a factor of the embedding, and by what is the same in each row.
+    """Fits a value by a factor of the embedding, and a part that is the same in each row.
 
     Returns:
         Factor and rest; the residual if they do not fit.
@@ -181,7 +181,7 @@ def _embedded(
     rest = rows - factor * embedded
     size = float(rows.abs().max())
     residual = float((rest - rest.mean(0)).abs().max()) / size
-    # Rows that are alike are no embedding's: those of a decoder with equal rows, for example.
+    # Rows that are alike are no embedding's: a decoder may have equal rows, for example.
     shown = float((factor * apart).abs().max()) > SIGNIFICANT * limit * size
     return (factor, rest.mean(0)) if residual <= limit and shown else residual
 
@@ -219,7 +219,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
     look = anatomist.look
     after = sorted((each for each in look.calls if each.start > end), key=lambda it: it.start)
     taking = [call for call in after if stream in call.inputs.values()]
-    # A block of another stage, which is not proved, norms what it takes for itself.
+    # A block of another stage, which is not proved, norms its input for itself.
     blocks = [call.path for call in taking if NUMBERED.search(call.path)]
     norms = (
         call
@@ -275,7 +275,7 @@ def _other(call: ModuleCall, value: int) -> bool:
 
 
 def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | None] | float:
-    """Fits what the model returns by a factor and a softcap of a projection.
+    """Fits the model's results by a factor and a softcap of a projection.
 
     Returns:
         Factor and cap; the residual if they do not fit.

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROUNDINGS: Final = 4
-"""Roundings of the terms, by which the two sides of an equation may differ."""
+"""Roundings of the terms: the two sides of an equation may differ by them."""
 STORED: Final = 8
-"""Roundings to the dtype in which tensors are kept, by which two computations may differ."""
+"""Roundings to the dtype in which tensors are kept: two computations may differ by them."""
 SUMMED: Final = 128
-"""Roundings of the sums inside kernels, by which two computations may differ."""
+"""Roundings of the sums inside kernels: two computations may differ by them."""
 SIGNIFICANT: Final = 8
 """Least size of a term in such differences: a smaller one could be left out, or be another one."""
 LEAST_ELEMENTS: Final = 24
@@ -69,7 +69,7 @@ def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = 
     Args:
         total: a tensor.
         terms: tensors of as many elements, or that broadcast to it.
-        fixed: multipliers; None, and those that are left out, are solved for. One that may be 1
+        fixed: multipliers; None, and any that is left out, is solved for. One that may be 1
             as well, or -1, is.
     """
     eps = rounding(total, *terms)

@@ -145,7 +145,7 @@ class Look:
         self.calls: list[ModuleCall] = []
         self.choices: list[Choice] = []
         self.streams: Mapping[str, ObservedTensor] = {}
-        """Sites of the stream after modules that return what they add to it, by path."""
+        """Sites of the stream after modules that return their contribution to it, by path."""
         self.written: dict[ObservedTensor, int] = {}
         """Values at sites after they were changed."""
         self._writes = writes or {}
@@ -252,7 +252,7 @@ class Look:
         return found[-1] if found else None
 
     def tensor(self, site: ObservedTensor, *, after: bool = False) -> Tensor:
-        """Returns the tensor at a site that was passed once, or what it was changed to."""
+        """Returns the tensor at a site that was passed once, or the one that replaced it."""
         sighting = self.sites[site]
         number = self.written.get(site, sighting.value) if after else sighting.value
         return self.values[number].view(sighting.shape)

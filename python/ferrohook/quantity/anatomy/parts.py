@@ -25,7 +25,7 @@ class Stacks(NamedTuple):
     blocks: list[str]
     """Paths of the blocks of all."""
     ends: list[ObservedTensor]
-    """Sites of what the last block of each returns."""
+    """Sites of the output of the last block of each."""
 
 
 class _Apart(NamedTuple):
@@ -80,7 +80,7 @@ def stacks_of(anatomist: Anatomist) -> Stacks:
 def _may_be_stack(look: Look, apart: _Apart, proved: list[_Apart]) -> bool:
     """Returns True if a chain is a stack that is not understood, and no part or head of one.
 
-    Its blocks have modules and keep the size of what they take.
+    Its blocks have modules and keep the size of their input.
     """
     outer = {call.path.rpartition(".")[0] for call in look.calls}
     sites = [site for block in apart.chain for site in (block.before, block.after)]
@@ -91,7 +91,7 @@ def _may_be_stack(look: Look, apart: _Apart, proved: list[_Apart]) -> bool:
 
 
 def _split(anatomist: Anatomist, found: list[list[Block]]) -> Iterator[list[Block]]:
-    """Cuts chains where a block takes what the one before returned beside its stream.
+    """Cuts chains where a block takes a result of the one before beside its stream.
 
     As the first block of a decoder does that reads an encoder of as many tokens.
     """
@@ -146,7 +146,7 @@ def _taken_apart(anatomist: Anatomist, chain: list[Block]) -> _Apart:
 
 
 def _numbers(chain: list[Block]) -> list[int]:
-    """Returns the numbers of blocks: those of their names if they rise, else their places."""
+    """Returns the numbers of blocks: the ones in their names if they rise, else their places."""
     names = [block.path.rpartition(".") for block in chain]
     if len({parent for parent, _, _ in names}) == 1 and all(last.isdigit() for *_, last in names):
         numbers = [int(last) for *_, last in names]

@@ -1,4 +1,4 @@
-"""Stacks: chains of modules of which each takes what the one before it returns."""
+"""Stacks: chains of modules of which each takes the output of the one before it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Subject:
         self.example = example
 
     def forward(self) -> object:
-        """Calls the model with the example, and returns what it returns.
+        """Calls the model with the example, and returns its results.
 
         Raises:
             HookError: the model failed.
@@ -128,7 +128,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class _PrivateGenerators(TorchDispatchMode):
-    """Gives the operators that draw in this thread a generator of their own."""
+    """Gives the operators that draw in this thread a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,7 +171,7 @@ def structural_copy(model: nn.Module) -> nn.Module:
     Raises:
         HookError: the model cannot be copied.
     """
-    # `deepcopy` takes what is in its memo; it refuses tensors that are results of operations.
+    # `deepcopy` takes the objects in its memo; it refuses tensors that are results of operations.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in _shared(model)}
     try:
         copied: nn.Module = copy.deepcopy(model, shared)
@@ -231,7 +231,7 @@ def _shared(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Removes torch's hooks but for those that compute parameters, and a compiled call.
+    """Removes torch's hooks, except the ones that compute parameters, and a compiled call.
 
     A model of transformers has hooks that record outputs, and puts them in again where they are not
     noted.
@@ -247,7 +247,7 @@ def _remove_hooks(module: nn.Module) -> None:
 def in_float32(subject: Subject) -> Subject:
     """Returns a structural copy that computes in float32 if it is of half precision and not large.
 
-    In half precision rounding hides what an equation shows. The model's own subject where the
+    In half precision rounding hides the terms of an equation. The model's own subject where the
     forward of the copy fails, as one with kernels of half precision alone does.
     """
 
@@ -351,7 +351,7 @@ def _is_constant(parameter: Tensor) -> bool:
 
 
 def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-    """Returns the arguments of a call: those of the caller, or token ids that are made.
+    """Returns the arguments of a call: the caller's, or token ids that are made.
 
     Raises:
         HookError: there are none, and the model takes no `input_ids`.
@@ -374,7 +374,7 @@ def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _names(model: nn.Module) -> Iterable[str]:
     """Returns the names of a model's arguments.
 
-    Those of a model that passes any on are those of the first part that takes token ids.
+    A model that passes any on gets the arguments of its first part that takes token ids.
     """
     names = _parameters(model)
     if "input_ids" in names or all(each.kind is not each.VAR_KEYWORD for each in names.values()):

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     """What a sublayer takes of the stream."""
 
     sites: tuple[ObservedTensor, ...]
-    """One, or those of a module that takes it several times, as query, key and value."""
+    """One, or several of a module that takes it more than once, as query, key and value."""
     state: int
     """Value of the stream that it is computed from."""
     norm: str | None
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Sublayer(NamedTuple):
-    """A contribution to the stream, and what it is computed from."""
+    """A contribution to the stream, and its input."""
 
     contribution: ObservedTensor
     raw: ObservedTensor
@@ -119,7 +119,7 @@ class Tracer:
         states = [steps[0].source, *(each.result for each in steps)]
         self._states = states
         self._norms: dict[int, ModuleCall] = {}
-        """Norms of the stream, by what they return."""
+        """Norms of the stream, by their output."""
         for call in self._calls:
             (*taken,) = call.inputs.values()
             (*returned,) = call.made.values()
@@ -204,7 +204,7 @@ class Tracer:
         return outer[-1] if outer else None
 
     def _entry(self, value: int, states: set[int], followed: set[str]) -> Entry | None:
-        """Finds what a contribution is computed from: a norm of the stream, or the stream."""
+        """Finds the input of a contribution: a norm of the stream, or the stream."""
         waiting, done = [value], {value}
         normed: set[int] = set()
         plain: dict[ObservedTensor, int] = {}
@@ -236,7 +236,7 @@ class Tracer:
     def _takes(
         self, value: int, contribution: int, followed: set[str]
     ) -> Iterator[tuple[str, Any, int]]:
-        """Yields what the module takes that computes a value, with its path and the part."""
+        """Yields the input of the module that computes a value, with its path and the part."""
         call = self._maker(value)
         if call is None:
             return
@@ -247,7 +247,7 @@ class Tracer:
                 yield call.path, part, taken
 
     def _after_norm(self, value: int) -> Entry | None:
-        """Makes the entry of what a norm of the stream returns."""
+        """Makes the entry of the output of a norm of the stream."""
         call = self._norms[value]
         (part,), (state,) = call.made, call.inputs.values()
         site = ObservedTensor.output(call.path, part)
@@ -255,7 +255,7 @@ class Tracer:
 
     def _maker(self, value: int) -> ModuleCall | None:
         """Returns the call that computes a value, or in whose own code it is computed."""
-        # Not a dropout in eval mode, which returns what it takes.
+        # Not a dropout in eval mode, which returns its input.
         made = (it for it in self._producers(value) if value not in it.inputs.values())
         call = next(made, None)
         consumers = self._consumers(value)
@@ -381,7 +381,7 @@ class Classifier:
     Args:
         subject: the copy that was looked at.
         look: of the copy.
-        heads: what was found inside its attention modules, by path.
+        heads: quantities found inside its attention modules, by path.
     """
 
     def __init__(self, subject: Subject, look: Look, heads: Mapping[str, FoundHeads]) -> None:
@@ -545,7 +545,7 @@ class Classifier:
         change: Callable[[Tensor], Tensor] | None,
         more: Writes,
     ) -> Look | None:
-        """Looks while each sublayer takes what it took before, changed; None if the model fails."""
+        """Looks while each sublayer takes its former input, changed; None if the model fails."""
         writes = {**more}
         for site, tensor in clean.items():
             writes[site] = _replacing(tensor if change is None else change(tensor))

@@ -1,4 +1,4 @@
-"""Arrivals: the equations hold for what is written to quantities, too."""
+"""Arrivals: the equations hold for values written to quantities, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Arrivals:
     def prove(self, proved: Sequence[Proved]) -> None:
         """Tells which quantities outside of attention can be written, and the residuals.
 
-        All are written to at once; if an equation fails, those of each kind by themselves.
+        All are written to at once; if an equation fails, each kind by itself.
         """
         outside = [each for each in proved if each.point is None]
         sites = {each.name: each.site for each in outside}
@@ -86,7 +86,7 @@ def _check_part(check: Checks, stack: BlockStack, part: BlockParts) -> None:
         entry = each.entry
         if entry is not None and entry.state in states and each.contribution in part.moving:
             entered = [f"{prefix}{title}_in.{index}"]
-            # It has to see what is written to the sum between; others are read by what follows.
+            # It has to see a value written to the sum between; later modules read the others.
             if states[entry.state] in part.results[:-1]:
                 entered.append(f"{prefix}resid_mid.{index}")
             check.enters(entered, states[entry.state], entry)

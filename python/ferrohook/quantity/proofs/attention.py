@@ -107,7 +107,7 @@ def _proved(path: str, attended: Attended, arrives: Mapping[str, bool]) -> Found
 
 
 def _written(modules: Mapping[str, Attended], subject: Subject) -> dict[str, set[str]]:
-    """Returns the names of modules in which what is written arrives as it should, by point.
+    """Returns the names of modules in which a written value arrives as it should, by point.
 
     To the pattern in a call of its own; to the others in one, and in one of its own to each that
     does not arrive in all modules.

@@ -67,7 +67,7 @@ class Checks:
             self.fail(names)
 
     def enters(self, names: list[str], state: ObservedTensor, entry: Entry) -> None:
-        """Checks what a sublayer takes of the stream."""
+        """Checks the input that a sublayer takes of the stream."""
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
             taken = through(self._model, entry.norm, taken)

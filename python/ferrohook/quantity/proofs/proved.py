@@ -1,4 +1,4 @@
-"""Quantities of a model that are proved, and the reasons of those that are not."""
+"""Quantities of a model that are proved, and for each other one the reason."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def prove(
         subject: the model that is looked at; of a copy, with uneven parameters.
         look: at the subject.
         first: at the model with its own parameters.
-        heads: what was found inside its attention modules, by path.
-        no_heads: reason of what is inside attention for a sublayer without such a module.
+        heads: quantities found inside its attention modules, by path.
+        no_heads: reason for quantities inside attention of a sublayer without such a module.
     """
     return _ModelProver(subject, look, first, heads, no_heads).findings()
 
@@ -205,7 +205,7 @@ class _ModelProver:
             self._mixtures.append(Mixture(block.path, (*names,), self._routed.get(router)))
 
     def _router(self, stack: BlockStack, part: BlockParts) -> None:
-        """Finds the logits by which experts are chosen."""
+        """Finds the logits that choose experts."""
         name = f"{stack.prefix}router.{part.index}"
         path = part.block.path
         found = SEVERAL if has_several(self._look, path) else router_of(self._look, path)
@@ -301,7 +301,7 @@ class _ModelProver:
         self._add(f"{prefix}{inner}.{index}", each.last, text)
 
     def _points(self, stack: BlockStack, part: BlockParts, each: Sublayer) -> bool:
-        """Adds what is proved inside an attention module; returns False if z is not among it."""
+        """Adds the quantities proved inside an attention module; returns False if z is not one."""
         paths = sorted(self._heads.keys() & each.inside)
         if len(paths) != 1:
             reason = (
@@ -339,7 +339,7 @@ class _ModelProver:
         self._proved.append(Proved(name, site, shape, equation, residual, **more))
 
     def _around(self, stack: BlockStack) -> None:
-        """Finds what is before the first block and behind the last."""
+        """Finds the quantities before the first block and after the last."""
         first, last = stack.parts[0].block, stack.parts[-1].block
         name = f"{stack.prefix}embed"
         began = self._began(stack)
