@@ -1,7 +1,7 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
 use std::mem;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,11 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::contexts::current::{self, Entered, active, same_without, set, without};
+use crate::contexts::current::{self, active, same_without, set, without};
 use crate::contexts::releases::{Release, Releases};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::contexts::slot::FrameSlot;
+use crate::contexts::state::{BatchPart, FrameLife, HookNeeds};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
@@ -47,31 +48,13 @@ pub struct Frame {
     /// Frame whose hooks fire too: the one of a prepared plan, which is never entered itself.
     shared: Option<Py<Self>>,
     modules: Mutex<Modules>,
-    /// Changes under the lock of `modules`.
-    closed: AtomicBool,
-    /// True if its backward hooks stay for the graphs that were recorded before it was closed.
-    for_graphs: bool,
-    /// True once it was entered.
-    once: AtomicBool,
-    entered: Mutex<Option<Entered>>,
-    /// True once it has a hook for which operators stand in graphs.
-    operators: AtomicBool,
-    /// Released on close.
-    attachments: Releases,
+    life: FrameLife,
+    needs: HookNeeds,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
     /// Number of changes to its hooks, without the shared frame's.
     changes: Arc<Changes>,
-    /// Value of the tag's `begin`, called when it first joined a batch.
-    begun: OnceLock<Py<PyAny>>,
-    /// Exception that ended its part in batches.
-    failure: OnceLock<PyErr>,
-    /// Time at which its part in batches ends.
-    deadline: OnceLock<Instant>,
-    /// True once it has a hook that needs gradients.
-    backward: AtomicBool,
-    /// True once it has a hook that runs Python.
-    python: AtomicBool,
+    part: BatchPart,
     slot: OnceLock<Box<dyn FrameSlot>>,
 }
 
@@ -125,11 +108,11 @@ impl Frame {
     /// Ends the frame and removes its hooks. Returns true for the call that did so.
     fn remove_hooks(&self) -> bool {
         let mut modules = self.modules.lock();
-        if self.closed.swap(true, Ordering::AcqRel) {
+        if self.life.closed.swap(true, Ordering::AcqRel) {
             return false;
         }
         // Removed and dropped after the lock is released: both run Python code.
-        if self.for_graphs {
+        if self.life.for_graphs {
             let hooks = modules.hooks.values();
             let hooks: Vec<_> = hooks.map(|scoped| Arc::clone(&scoped.hooks)).collect();
             drop(modules);
@@ -157,6 +140,7 @@ impl Frame {
             hook_error(py, message)
         };
         let token = this
+            .life
             .entered
             .lock()
             .as_ref()
@@ -173,7 +157,7 @@ impl Frame {
         if !same_without(&current::active(py)?, &active, slf.as_any()) {
             set(&without(&active, slf.as_any())?)?;
         }
-        let _entered = this.entered.lock().take();
+        let _entered = this.life.entered.lock().take();
         this.close(py)?;
         if active
             .iter_borrowed()
@@ -193,11 +177,11 @@ impl Frame {
     pub fn begin(slf: &Bound<'_, Self>) -> PyResult<()> {
         let this = slf.get();
         // Relaxed: the flag orders nothing.
-        if !this.once.swap(true, Ordering::Relaxed)
+        if !this.life.begun.swap(true, Ordering::Relaxed)
             && let Some(begin) = this.of_tag(intern!(slf.py(), "begin"))?
         {
             let begun = begin.call1((slf,))?;
-            let _ = this.begun.set(begun.unbind());
+            let _ = this.part.value.set(begun.unbind());
         }
         Ok(())
     }
@@ -224,12 +208,12 @@ impl Frame {
 
     /// Time at which its part in batches ends, if there is one.
     pub fn deadline(&self) -> Option<Instant> {
-        self.deadline.get().copied()
+        self.part.deadline.get().copied()
     }
 
     /// Ends its part in batches, for this reason. Returns true for the call that did so.
     pub fn end(&self, py: Python<'_>, error: &PyErr) -> bool {
-        let first = self.failure.set(copied(py, error)).is_ok();
+        let first = self.part.failure.set(copied(py, error)).is_ok();
         self.changes.note();
         first
     }
@@ -238,7 +222,7 @@ impl Frame {
     #[inline]
     pub fn ended_for(&self, phase: Phase) -> bool {
         let of_graph = || matches!(phase, Phase::BackwardPre | Phase::Backward);
-        (self.closed() && !(self.for_graphs && of_graph())) || self.failed()
+        (self.closed() && !(self.life.for_graphs && of_graph())) || self.failed()
     }
 
     /// Notes an exception of one of its hooks; the first one stays.
@@ -255,13 +239,13 @@ impl Frame {
 
     /// True if it has a hook that needs gradients.
     pub fn needs_gradients(&self) -> bool {
-        let own = self.backward.load(Ordering::Relaxed);
+        let own = self.needs.gradients.load(Ordering::Relaxed);
         own || self.shared().is_some_and(Self::needs_gradients)
     }
 
     /// True if it has hooks that run Python.
     pub fn runs_python(&self) -> bool {
-        let own = self.python.load(Ordering::Relaxed);
+        let own = self.needs.python.load(Ordering::Relaxed);
         own || self.shared().is_some_and(Self::runs_python)
     }
 
@@ -271,10 +255,10 @@ impl Frame {
             slot.check_hook(py, backward)?;
         }
         if python {
-            self.python.store(true, Ordering::Relaxed);
+            self.needs.python.store(true, Ordering::Relaxed);
         }
         if backward {
-            self.backward.store(true, Ordering::Relaxed);
+            self.needs.gradients.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -296,7 +280,7 @@ impl Frame {
     /// Has the operators run in graphs that contexts with this frame trace.
     pub fn use_operators(&self) {
         // Relaxed: the context that reads it entered the frame, or registered here.
-        self.operators.store(true, Ordering::Relaxed);
+        self.needs.operators.store(true, Ordering::Relaxed);
     }
 
     /// Looks up its own registry for the module with this id.
@@ -348,22 +332,22 @@ impl Frame {
             attachment.release(py)?;
             return Err(closed);
         }
-        self.attachments.add(attachment);
+        self.life.attachments.add(attachment);
         // Another thread may have closed the frame meanwhile, without this attachment.
         self.check_open(py)
-            .inspect_err(|_| drop(self.attachments.release(py)))
+            .inspect_err(|_| drop(self.life.attachments.release(py)))
     }
 
     /// Takes out what is released on close, for `put_releases`.
     pub fn take_releases(&self) -> Releases {
-        self.attachments.take()
+        self.life.attachments.take()
     }
 
     /// Has these released on close: at once if it is closed.
     pub fn put_releases(&self, py: Python<'_>, releases: Releases) -> PyResult<()> {
-        self.attachments.extend(releases);
+        self.life.attachments.extend(releases);
         if self.closed() {
-            return self.attachments.release(py);
+            return self.life.attachments.release(py);
         }
         Ok(())
     }
@@ -395,8 +379,12 @@ impl Frame {
     #[new]
     #[pyo3(signature = (tag = None, *, for_graphs = false))]
     fn py_new(tag: Option<Py<PyAny>>, for_graphs: bool) -> Self {
-        Self {
+        let life = FrameLife {
             for_graphs,
+            ..FrameLife::default()
+        };
+        Self {
+            life,
             ..Self::new(tag)
         }
     }
@@ -410,20 +398,20 @@ impl Frame {
     /// True once the frame is closed.
     #[getter]
     pub fn closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.life.closed.load(Ordering::Acquire)
     }
 
     /// A copy, without its traceback, of the exception that ended its part in batches, or else of
     /// the first one that one of its hooks raised, whatever the hook's `on_error`; None if none did.
     #[getter]
     fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
-        Some(self.failure.get().or(self.error.get())?.value(py))
+        Some(self.part.failure.get().or(self.error.get())?.value(py))
     }
 
     /// True if its hooks fire in no batch any more, for the reason `error`.
     #[getter]
     pub fn failed(&self) -> bool {
-        self.failure.get().is_some()
+        self.part.failure.get().is_some()
     }
 
     /// Ends its part in batches, from any thread: its hooks and captures stop before the next
@@ -439,7 +427,7 @@ impl Frame {
         let after = Duration::try_from_secs_f64(seconds)
             .map_err(|error| PyValueError::new_err(format!("seconds: {error}")))?;
         if let Some(deadline) = Instant::now().checked_add(after) {
-            let _ = self.deadline.set(deadline);
+            let _ = self.part.deadline.set(deadline);
             self.changes.note();
         }
         Ok(())
@@ -448,7 +436,7 @@ impl Frame {
     /// Value of the tag's `begin`, called when it first joined a batch; None before.
     #[getter]
     fn _begun<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
-        Some(self.begun.get()?.bind(py))
+        Some(self.part.value.get()?.bind(py))
     }
 
     /// True if it has hooks.
@@ -465,7 +453,7 @@ impl Frame {
         if self.closed() {
             return None;
         }
-        let entered = self.entered.lock();
+        let entered = self.life.entered.lock();
         Some(entered.as_ref()?.frames.bind(py).clone())
     }
 
@@ -475,7 +463,7 @@ impl Frame {
         if this.deadline().is_some() {
             return Err(hook_error(py, DEADLINE));
         }
-        if this.closed() || this.once.swap(true, Ordering::Relaxed) {
+        if this.closed() || this.life.begun.swap(true, Ordering::Relaxed) {
             let message = this.of_tag(intern!(py, "ONCE"))?;
             let message = message.map_or_else(|| Ok(ONCE.to_owned()), |text| text.extract())?;
             return Err(hook_error(py, message));
@@ -485,7 +473,7 @@ impl Frame {
                 Some(begin) => begin.call1((slf,))?,
                 None => slf.as_any().clone(),
             };
-            *this.entered.lock() = Some(current::enter(slf.as_any())?);
+            *this.life.entered.lock() = Some(current::enter(slf.as_any())?);
             Ok(value)
         };
         enter().inspect_err(|_| drop(this.close(py)))
@@ -527,7 +515,7 @@ impl Frame {
     #[pyo3(name = "_close")]
     pub fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
-        self.attachments.release(py).map(|()| closed)
+        self.life.attachments.release(py).map(|()| closed)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -536,8 +524,8 @@ impl Frame {
         }
         visit.call(&self.tag)?;
         visit.call(&self.shared)?;
-        visit.call(self.begun.get())?;
-        if let Some(entered) = &*self.entered.lock() {
+        visit.call(self.part.value.get())?;
+        if let Some(entered) = &*self.life.entered.lock() {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
         }
@@ -548,7 +536,7 @@ impl Frame {
         self.remove_hooks();
         let modules = mem::take(&mut *self.modules.lock());
         modules.clear();
-        let _entered = self.entered.lock().take();
+        let _entered = self.life.entered.lock().take();
     }
 }
 
@@ -626,6 +614,6 @@ pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
     each(frames).any(|frame| {
         let frame = frame.get();
         let mut all = frame.shared().into_iter().chain([frame]);
-        all.any(|it| it.operators.load(Ordering::Relaxed))
+        all.any(|it| it.needs.operators.load(Ordering::Relaxed))
     })
 }

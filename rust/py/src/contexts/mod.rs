@@ -18,3 +18,4 @@ pub mod regions;
 pub mod releases;
 pub mod scoped;
 pub mod slot;
+pub mod state;
