@@ -96,6 +96,24 @@ def test_streams_carry_the_values_of_gates(llama: Any, engine: Any) -> None:
         torch.testing.assert_close(values, captured.acts["@gate.g"], rtol=0, atol=0, equal_nan=True)
 
 
+def test_incremental_streams_have_all_captures(
+    llama: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They carry each token once."""
+    monkeypatch.setattr(engine.tokenizer_manager, "incremental_streaming_output", True)
+    jobs = random_jobs(8, seed=3, gates=0.5)
+    asked = [params(job.plan) for job in jobs]
+    texts: list[list[int]] = [[] for _ in jobs]
+    last: dict[int, Any] = {}
+    prompts = [job.prompt for job in jobs]
+    for each in engine.generate(input_ids=prompts, sampling_params=asked, stream=True):
+        texts[each["index"]] += each["output_ids"]
+        last[each["index"]] = each
+    assert max(map(len, texts)) > 2
+    for number, (job, text) in enumerate(zip(jobs, texts, strict=True)):
+        check(llama, job, {**last[number], "output_ids": text})
+
+
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

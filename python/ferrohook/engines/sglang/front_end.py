@@ -158,6 +158,10 @@ def reporting(  # noqa: PLR0913, PLR0917 (SGLang's arguments)
     if info.keys() & {FIELD, GATES}:
         if NAME in _custom(getattr(state.obj, "sampling_params", None)):
             encode(info, index)
+            for key in info.keys() & {FIELD, GATES}:
+                # Incremental streams cut these lists by tokens, and ours begin with later ones.
+                values = state.customized_info_accumulated.setdefault(key, [])
+                values += [None] * (len(state.output_ids) - len(values))
         else:
             info = {key: parts for key, parts in info.items() if key not in {FIELD, GATES}}
     original(manager, meta, state, info, index, *args)
