@@ -27,7 +27,7 @@ _MOST_LINES: Final = 20
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ThresholdTable(Printed):
-    """How well a gate tells texts apart at each threshold; see `threshold`.
+    """Hits and false alarms of a gate at each threshold, see `threshold`.
 
     `print` and notebooks show it.
     """

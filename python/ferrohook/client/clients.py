@@ -56,7 +56,7 @@ class Client:
         self._calls = Calls(self._http)
 
     def info(self) -> ServerInfo:
-        """Tells the features and the modules of the server; asked for once.
+        """Returns the features and modules of the server, which it asks once.
 
         Raises:
             ServerError: it serves no plans, and why; or see `generate`.
@@ -88,7 +88,7 @@ class Client:
     def stream(
         self, prompt: Prompt, plan: AnyPlan = None, *, model: str | None = None, **options: Any
     ) -> Iterator[TextStream]:
-        """Generates a text, which is read meanwhile. Leaving ends it.
+        """Streams a text while it is generated; leaving the block ends it.
 
         Args:
             prompt: see `generate`.
@@ -125,7 +125,7 @@ class Client:
         reduce: Sequence[str] = ("mean",),
         count: Sequence[str] = (),
     ) -> Embedded:
-        """Embeds texts, by a service.
+        """Embeds texts with a service.
 
         Args:
             texts: the texts.
@@ -142,7 +142,7 @@ class Client:
         return self._run(self._calls.embed(texts, plan, reduce, count))
 
     def put_vectors(self, vectors: Mapping[str, Tensor]) -> None:
-        """Uploads vectors, which plans as JSON name, as in `{"tensor": "joy"}`.
+        """Uploads vectors, which the JSON of plans refers to by name, as in `{"tensor": "joy"}`.
 
         Raises:
             HookTypeError: a vector is no tensor.

@@ -340,7 +340,7 @@ class ActivationStream(IterableDataset[Tensor]):
         return {"epoch": self.epoch, "batch": self.batch, "made_of": self._made_of()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the place of a `state_dict`.
+        """Continues at the place of a `state_dict`.
 
         Raises:
             ResumeError: it is of a stream of other rows or options.

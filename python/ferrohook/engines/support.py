@@ -60,7 +60,7 @@ class Capabilities:
         return f"this {self.engine} engine does not support plans, because it uses {reasons}"
 
     def described(self, modules: ModuleTable, options: EngineOptions) -> dict[str, Any]:
-        """Returns what plans may do in a running engine, as its server answers it.
+        """Returns the features of a running engine, as its server reports them.
 
         Args:
             modules: modules and quantities of its model.

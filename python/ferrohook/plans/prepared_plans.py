@@ -69,7 +69,7 @@ class PreparedPlans:
             yield request
 
     def prepare(self, plan: Plan) -> Prepared:
-        """Returns a plan prepared, for requests of a `Batcher`; open while referred to.
+        """Returns the prepared plan, for requests of a `Batcher`; open while it is referenced.
 
         Raises:
             HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.

@@ -221,7 +221,7 @@ class Batcher(Generic[In, Out]):
             return {**counts, "sizes": self._sizes.copy(), "waiting": len(self._line)}
 
     def close(self, *, refuse: bool = False) -> None:
-        """Ends the batcher, after the forwards of all requests that wait; idempotent.
+        """Closes the batcher after it has answered all waiting requests; idempotent.
 
         Blocks until then: on an event loop, call it by `asyncio.to_thread`.
 

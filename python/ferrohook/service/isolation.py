@@ -52,7 +52,7 @@ async def isolation_check(
     rounds: int = 4,
     tolerance: float = 1e-4,
 ) -> IsolationReport:
-    """Checks that the interventions of requests change the answers to no others.
+    """Checks that interventions of a request do not change the answers to others.
 
     Sends each request alone, then all of them at once, several times, and compares the answers.
     Other traffic may go on.

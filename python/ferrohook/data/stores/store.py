@@ -67,7 +67,7 @@ class Store(ABC):
         self._put(run, batch, layer, own_tensors(run, batch, layer, tensors, copy=copy))
 
     def restart(self, run: str, batch: int) -> None:
-        """Opens a batch anew: the tensors put from now on replace all that it had.
+        """Reopens a batch: tensors put from now on replace all earlier ones.
 
         Raises:
             StoreError: as for `put`.
