@@ -49,7 +49,7 @@ class ThresholdTable(Printed):
 
     @property
     def area(self) -> float:
-        """Area under the ROC curve: how often a text of `yes` scores higher than one of `no`."""
+        """Area under the ROC curve: how often a text of `yes` scores higher than a text of `no`."""
         higher = (self.yes[:, None] > self.no).double() + (self.yes[:, None] == self.no) / 2
         return float(higher.mean())
 

@@ -41,7 +41,7 @@ class Capabilities:
         return any(f"{self.version}.".startswith(f"{each}.") for each in self.tried)
 
     def check_version(self, *, untried: bool = False) -> None:
-        """Refuses a release that was never tried.
+        """Refuses a release that was not tested.
 
         Raises:
             HookError: the release is not among `tried`, and `untried` is False.

@@ -57,11 +57,11 @@ class Batch(BatchBase, Scope):
     def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
         """Sets the positions of the rows for the calls from now on, see `batch`.
 
-        For a batch around several calls whose rows stay the same, such as a generation: call it
-        before each of them, or in a `forward_pre` hook on the model ahead of all.
+        For a batch around several calls with the same rows, such as a generation: call it before
+        each call, or in a `forward_pre` hook on the model ahead of all others.
 
         Raises:
-            HookTypeError: `positions` is no tensor of ints, or `lengths` has no ints.
+            HookTypeError: `positions` is not a tensor of ints, or `lengths` has no ints.
             RowsError: it has another shape than the batch, or the length of a prompt is needed and
                 not known.
             HookError: the batch was left.
@@ -101,7 +101,7 @@ class Batch(BatchBase, Scope):
 
     @property
     def silent(self) -> list[Frame]:
-        """The members with hooks that did not fail and no module of which ran in it."""
+        """The members that did not fail, but none of whose hooked modules ran in the batch."""
         ran = zip(self.members, self._ran, strict=True)
         return [each for each, ran in ran if not ran and each._hooked and not each.failed]
 
