@@ -65,13 +65,13 @@ FRONT = {
 CAPTURED = "48 layers, a capture opened in each call (beside {0}) / {0}: 48 layers, all captured"
 RESULTS = {
     "**Hooks cost less than PyTorch's.** A hook on every module of a small Llama takes {} of the\n"
-    "  time that PyTorch's hooks take there, and {} of that of the model without any.": (
+    "  time of PyTorch's hooks there, and {} of the time of the model without hooks.": (
         FRONT["a small Llama, a hook on every module"].row,
         "small Llama, our hooks on every module / small Llama",
     ),
     "**A request's own hooks cost no more than global ones.** 48 layers kept by a plan opened for\n"
     "  each call take {} of the time of a list filled by PyTorch's hooks, and with 10,000 other\n"
-    "  plans prepared a call takes {} of that without.": (
+    "  plans prepared a call takes {} of the time without them.": (
         "48 layers kept, a request for each call / 48 layers, a list by PyTorch's hooks",
         "48 layers, 10,000 plans prepared / 48 layers, no plans",
     ),

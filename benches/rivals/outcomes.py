@@ -59,6 +59,6 @@ class Outcome:
         """The cell of a table."""
         if self.absent:
             return "n/a"
-        told = f", {self.told} told" if self.told else ""
-        count = f"{self.wrong} of {self.of}{told}"
+        reported = f", {self.told} reported" if self.told else ""
+        count = f"{self.wrong} of {self.of}{reported}"
         return f"**{count}**" if self.wrong else count

@@ -404,7 +404,7 @@ def contributions(system: type[System], outcome: Outcome) -> None:
 
 @scene(
     "never-runs",
-    "vectors on a module that never runs, which nobody told of",
+    "vectors on a module that never runs, without an error or a warning",
     "TransformerLens#1688: accepted, and fired 0 times",
 )
 def never_runs(system: type[System], outcome: Outcome) -> None:

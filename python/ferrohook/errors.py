@@ -62,7 +62,7 @@ class StoreError(HookError):
 
 
 class ResumeError(HookError):
-    """Run that cannot be resumed: it was made of another model, selection, option or batch."""
+    """Run that cannot be resumed: its model, selection, options or batches differ."""
 
 
 class NeverFiredWarning(UserWarning):
@@ -82,7 +82,7 @@ class UnattributedWarning(UserWarning):
 
 
 class UnverifiedWarning(UserWarning):
-    """Stored batches without a fingerprint: nothing to compare them with."""
+    """Stored batches without a fingerprint could not be compared."""
 
 
 def __dir__() -> list[str]:

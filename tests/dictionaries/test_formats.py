@@ -461,7 +461,7 @@ def test_paths_to_refuse(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no files, and a dictionary has one of sae_weights"):
         fh.Dictionary.load(tmp_path)
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match="is no file of a dictionary: expected one of"):
+    with pytest.raises(ValueError, match="is not a file of a dictionary: expected one of"):
         fh.Dictionary.load(tmp_path / "model.bin")
     (saelens(tmp_path / "sae") / "cfg.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"there is no file .*cfg\.json"):

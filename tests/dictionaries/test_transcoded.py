@@ -272,7 +272,7 @@ def test_a_module_that_runs_later_is_named_by_the_call() -> None:
         (WRITES, {"reads": "@mlp_in.*"}, "a transcoder reads and writes one place each, not"),
         ("@mlp_out.*", {}, "a transcoder reads and writes one place each, not"),
         (WRITES, {"reads": "@z.0.1"}, "reads @z.0.1, a single head: not supported"),
-        ("@resid_pre.0", {}, "writes @resid_pre.0, which is no output that can be changed"),
+        ("@resid_pre.0", {}, "writes @resid_pre.0, which is not an output that can be changed"),
     ],
 )
 def test_places_that_do_not_fit_are_refused(what: str, more: Any, message: str) -> None:

@@ -275,9 +275,7 @@ def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool
     weights, numbers = acts["@router.1"].softmax(-1).topk(2, -1)
     assert torch.equal(acts["@experts.1"], numbers.int())
     torch.testing.assert_close(acts["@expert_weights.1"], weights)
-    with pytest.raises(
-        ValueError, match=r"@experts.1 contains the numbers of experts, which no inter"
-    ):
+    with pytest.raises(ValueError, match=r"@experts.1 contains the ids of experts, which no inter"):
         rewritten(fh.Plan(fh.on("@experts.1", fh.Zero())), front)
 
 

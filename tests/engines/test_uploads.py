@@ -102,8 +102,8 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b"", "not valid safetensors"),
     (b"\x80\x04cos\nsystem\n", "not valid safetensors"),  # a pickle
     (b"\xff" * 64, "not valid safetensors"),
-    (body("{"), "are no JSON"),
-    (body("[" * 100_000), "are no JSON"),
+    (body("{"), "are not JSON"),
+    (body("[" * 100_000), "are not JSON"),
     (body("5"), "must be an object"),
     (body('{"sae": 5}'), "its settings must be an object"),
     (body('{"sae": null}'), "its settings must be an object"),
@@ -117,7 +117,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (body({"activation": "topk", "k": float("nan")}), "k must be an int"),
     (body({"path": "/etc/passwd"}), "unknown setting 'path'"),
     (body({"name": 5}), "its name must be a string"),
-    (body({"name": "another"}), "'sae' say another name, 'another'"),
+    (body({"name": "another"}), "'sae' have another name, 'another'"),
     (body({"reads": "\ud800"}), "reads"),
     (body({"reads": {}}), "reads of Dictionary must be a str"),
     (body({"transcoder": 1}), "transcoder of Dictionary must be a bool"),
@@ -135,7 +135,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (body(weights={"b_enc": torch.full((D_SAE,), torch.nan)}), "b_enc must not have NaN"),
     (body(weights={"b_dec": torch.full((D_IN,), torch.inf)}), "b_dec must not have NaN or inf"),
     (body(weights={"max_activations": torch.ones(2)}), "max_activations must be of floating"),
-    (safetensors.torch.save({"v": torch.ones(3)}), "has 'v', which is no dictionary"),
+    (safetensors.torch.save({"v": torch.ones(3)}), "has 'v', which is not a dictionary"),
 ]
 
 

@@ -193,7 +193,7 @@ class Experts(nn.Module):
     ("square", "reason"),
     [
         (True, r"weights = f\(router\) fails by \d\.\de"),
-        (False, "are all equal, or 0, and say nothing"),
+        (False, "are all equal, or 0, so they do not"),
     ],
 )
 def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -> None:
@@ -296,7 +296,7 @@ def test_weights_are_found_in_what_experts_take_of_all_positions(odd: bool) -> N
         return
     assert table["@router.1"].path == "1.mlp.gate"
     assert table["@router.1"].writable
-    assert "no module takes the numbers and weights" in table.missing["experts.1"]
+    assert "no module takes the ids and weights" in table.missing["experts.1"]
 
 
 class Capped(Experts):

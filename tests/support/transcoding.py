@@ -178,7 +178,7 @@ BAD: Final = (
     (_bad("model.layers.*.mlp"), "a transcoder reads and writes one place each, not"),
     (_bad("@mlp_out.1", reads="@z.1.0", width=32), "reads @z.1.0, a single head: not supported"),
     (_bad("@z.2.0", d_out=32), "writes @z.2.0, a single head: not supported"),
-    (_bad("@q.2"), "writes @q.2, which is no output that can be changed"),
+    (_bad("@q.2"), "writes @q.2, which is not an output that can be changed"),
     (_bad("@resid_mid.1"), "@resid_mid.1 can be read but not written"),
 )
 """Entries that Llama's engines refuse, and the reasons."""

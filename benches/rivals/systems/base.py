@@ -76,12 +76,12 @@ class System(ABC):
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
         """As `steered`, of a model that was compiled and called before."""
-        msg = "its documentation has no compiled models"
+        msg = "its documentation does not mention compiled models"
         raise AbsentError(msg)
 
     def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002 (systems that have it use them)
         """Registers a hook that observes a layer until it is removed; returns its removal."""
-        msg = "it has no hooks that stand beyond a call"
+        msg = "it has no hooks that outlive a call"
         raise AbsentError(msg)
 
     def run(self, ids: Tensor) -> Any:
@@ -92,10 +92,10 @@ class System(ABC):
 
     def captured_of(self, module: nn.Module, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
         """Returns the output of a module inside."""
-        msg = "it is for language models alone"
+        msg = "it is only for language models"
         raise AbsentError(msg)
 
     def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
         """Returns the model's output with a vector added to one module's output."""
-        msg = "it is for language models alone"
+        msg = "it is only for language models"
         raise AbsentError(msg)

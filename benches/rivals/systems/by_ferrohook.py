@@ -19,7 +19,7 @@ class Ferrohook(System):
     """ferrohook."""
 
     package = "ferrohook"
-    way = "`fh.run` with hooks, a plan or quantities; `fh.register` for hooks that stand"
+    way = "`fh.run` with hooks, a plan or quantities; `fh.register` for hooks that outlive a call"
 
     def logits(self, ids: Tensor) -> Tensor:
         """See `System`."""

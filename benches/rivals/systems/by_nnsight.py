@@ -22,7 +22,7 @@ class NNsightSystem(System):
     package = "nnsight"
     way = "`LanguageModel.trace` and `generate`; `NNsight` for other modules"
     caveats: ClassVar[Mapping[str, str]] = {
-        "in-place": "documented: clone what is kept before it is changed in place",
+        "in-place": "documented: clone a value before it is changed in place",
     }
 
     def load(self, folder: Path) -> Any:

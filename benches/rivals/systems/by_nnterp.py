@@ -25,10 +25,10 @@ class Nnterp(System):
         "not import with 0.8"
     )
     caveats: ClassVar[Mapping[str, str]] = {
-        "contributions": "its accessors are the modules' outputs, in front of Gemma 2's and "
+        "contributions": "its accessors are the modules' outputs, before Gemma 2's and "
         "OLMo 2's norms",
-        "kept-then-steered": "`steer` changes in place; nnsight's documentation says to clone what "
-        "is kept before",
+        "kept-then-steered": "`steer` changes in place; nnsight's documentation says to clone the "
+        "value before",
     }
 
     def load(self, folder: Path) -> Any:

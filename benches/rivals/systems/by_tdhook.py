@@ -39,12 +39,12 @@ class Tdhook(System):
     package = "tdhook"
     way = "`SteeringVectors` and `ActivationCaching`, prepared for each request"
     caveats: ClassVar[Mapping[str, str]] = {
-        "threads": "its hooks are PyTorch's, of the one model",
-        "threads-capture": "its hooks are PyTorch's, of the one model",
+        "threads": "its hooks are PyTorch's, on the shared model",
+        "threads-capture": "its hooks are PyTorch's, on the shared model",
         "compiled": "its hooks are PyTorch's, and so is the setting that avoids it",
         "in-place": "a cache keeps the tensor itself; `HookSession.capture` clones",
         "generated-position": "a hook gets the tensor of a step",
-        "never-runs": "a hook that does not fire says nothing",
+        "never-runs": "a hook that does not fire raises no error or warning",
     }
 
     def load(self, folder: Path) -> Any:

@@ -20,13 +20,13 @@ class TorchHooks(System):
     package = "torch"
     way = "`register_forward_hook`, and `handle.remove()` in a `finally`"
     caveats: ClassVar[Mapping[str, str]] = {
-        "threads": "a hook is the module's, so every thread's: a lock avoids it",
-        "threads-capture": "a hook is the module's, so every thread's",
+        "threads": "a hook belongs to the module, so it fires in every thread: a lock avoids this",
+        "threads-capture": "a hook belongs to the module, so it fires in every thread",
         "compiled": "documented: `torch._dynamo.config.skip_nnmodule_hook_guards = False` before "
-        "compiling avoids it, at the cost of a guard a module",
-        "in-place": "the hook gets the tensor itself: clone what is kept",
+        "compiling avoids it, at the cost of a guard per module",
+        "in-place": "the hook gets the tensor itself: clone it",
         "generated-position": "the hook gets the tensor of a step, and no positions",
-        "never-runs": "a hook that does not fire says nothing",
+        "never-runs": "a hook that does not fire raises no error or warning",
     }
 
     def _layer(self, layer: int) -> Any:

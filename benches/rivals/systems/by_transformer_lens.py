@@ -44,12 +44,12 @@ class TransformerLens(System):
         "`HookedRootModule` for other modules"
     )
     caveats: ClassVar[Mapping[str, str]] = {
-        "threads": "its hooks are PyTorch's, of the one model",
-        "threads-capture": "its hooks are PyTorch's, of the one model",
+        "threads": "its hooks are PyTorch's, on the shared model",
+        "threads-capture": "its hooks are PyTorch's, on the shared model",
         "in-place": "a cache detaches and does not copy",
         "generated-position": "a hook gets the tensor of a step; `use_past_kv_cache=False` runs "
-        "all positions in each",
-        "never-runs": "a hook point that is never called says nothing",
+        "all positions in each step",
+        "never-runs": "a hook point that is never called raises no error or warning",
     }
 
     def load(self, folder: Path) -> Any:

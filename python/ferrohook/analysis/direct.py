@@ -46,12 +46,12 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
 ) -> Effects:
     """Splits a logit into the direct contributions of places through the residual stream.
 
-    The last norm is taken as linear, with the scale that it has on this batch (of a layer norm or
-    an RMS norm, which calling it tells apart), and what follows it by its gradient, which is the
-    head itself where no cap follows it. `scores["rest"]` is the part of the metric that no
-    place gives: biases, and places of the stream that were not selected.
+    The last norm is taken as linear, with the scale that it has on this batch (calling it shows
+    whether it is a layer norm or an RMS norm). The code after it is taken by its gradient, which is
+    the head itself if no cap follows. `scores["rest"]` is the remaining part of the metric: biases,
+    and places of the stream that were not selected.
 
-    A quantity is taken with the multipliers that the stream passes in later blocks.
+    A quantity includes the multipliers that the stream passes in later blocks.
 
     Args:
         model: any module; call `eval()` before.
@@ -67,14 +67,14 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         output_index: part of the places' outputs, see `capture`; None for the first tensor.
         heads: number of heads that it goes over, side by side in the inputs of the projections.
         tokens: labels of the positions that it goes over.
-        batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
-            many, and its values are averaged over the texts.
+        batch_size: texts of a forward; None for all at once. The metric gets the outputs of that
+            many texts, and its values are averaged over the texts.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Raises:
         SelectionError: `what` or `norm` matches nothing.
-        HookTypeError: an argument has the wrong type, or a place has not the shape of the stream,
-            or is a quantity that is no term of it.
+        HookTypeError: an argument has the wrong type, or a place does not have the shape of the
+            stream, or is a quantity that is not a term of it.
         HookError: `norm` is neither a layer norm nor an RMS norm, a place is not linear in its
             heads, a module runs more or less than once, or the metric has no gradient.
         ValueError: `batch_size` is less than 1.

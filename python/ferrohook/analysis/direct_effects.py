@@ -109,8 +109,8 @@ def direct_effects(
     to the residual stream. A feature's term is its value times the gradient along its decoder row.
     Effects that pass through later MLPs are those MLPs' own features and errors.
 
-    The sum is checked: it is the metric up to rounding, or the model has another way in which a
-    logit depends on the stream, and is refused.
+    The sum must equal the metric up to rounding. If it does not, the logit depends on the stream in
+    another way too, and the model is refused.
 
     Args:
         model: a language model whose quantities are known; call `eval()` before.

@@ -44,7 +44,7 @@ def check_labelled(tokens: Sequence[str] | None, over: Sequence[str]) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Effects(Printed):
-    """Effects by place, and by position and head where an analysis is over these.
+    """Effects by place, and by position and head if an analysis goes over these.
 
     `print`, notebooks and `plot` show it.
     """

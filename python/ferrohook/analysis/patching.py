@@ -117,14 +117,14 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     batch_size: int | None = None,
     progress: bool = True,
 ) -> Effects:
-    """Estimates the effects of `activation_patching` by two forwards and one backward a batch.
+    """Estimates the effects of `activation_patching` with two forwards and one backward per batch.
 
     The estimate of a cell is the change that the patch would make times the gradient of the score,
-    exact where the model is linear. The gradients of parameters stay as they are, and parameters
-    need none.
+    exact where the model is linear. The gradients of parameters do not change, and parameters need
+    no gradients.
 
     Args:
-        model: see `activation_patching`, also for all others.
+        model: see `activation_patching`, as for the other arguments.
         clean: inputs whose activations are taken.
         corrupted: inputs that the model runs on.
         metric: maps the model's output to a number, differentiably.
@@ -134,8 +134,8 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
         output_index: part of the output.
         heads: number of heads.
         tokens: labels of the positions that it goes over.
-        batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
-            many, and its values are averaged over the texts.
+        batch_size: texts of a forward; None for all at once. The metric gets the outputs of that
+            many texts, and its values are averaged over the texts.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Raises:

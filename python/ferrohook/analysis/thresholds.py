@@ -27,7 +27,7 @@ _MOST_LINES: Final = 20
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ThresholdTable(Printed):
-    """How well a gate tells texts apart at each threshold; see `threshold`.
+    """Hits and false alarms of a gate at each threshold, see `threshold`.
 
     `print` and notebooks show it.
     """
@@ -49,7 +49,7 @@ class ThresholdTable(Printed):
 
     @property
     def area(self) -> float:
-        """Area under the ROC curve: how often a text of `yes` scores higher than one of `no`."""
+        """Area under the ROC curve: how often a text of `yes` scores higher than a text of `no`."""
         higher = (self.yes[:, None] > self.no).double() + (self.yes[:, None] == self.no) / 2
         return float(higher.mean())
 

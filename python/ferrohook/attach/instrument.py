@@ -479,8 +479,9 @@ def instrument(
 
     Raises:
         SelectionError: `select` or `keep_class` matches nothing.
-        HookError: a selected module cannot be instrumented, one of `keep_class` is compiled or
-            has another class already, or there is no GIL for `keep_class`; none was.
+        HookError: a selected module cannot be instrumented, one of `keep_class` is compiled or has
+            another class already, or there is no GIL for `keep_class`. Then no module was
+            instrumented.
 
     Examples:
         >>> with fh.instrument(model):
@@ -527,7 +528,7 @@ def restore(model: nn.Module) -> None:
 
     A deep copy of an instrumented model counts as instrumented once.
 
-    Hooks that were registered without `instrument` are not its business: `clear` removes them.
+    Hooks that were registered without `instrument` stay: `clear` removes them.
 
     Raises:
         HookError: the model is not instrumented.

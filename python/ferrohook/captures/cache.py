@@ -53,14 +53,14 @@ class _Items(ItemsView[str, Any]):
 class ActivationCache(CacheBase, Mapping[str, V_co]):
     """Captured activations by module name, in the order in which the modules first ran.
 
-    A value is a module's output (or input) in its own structure, its tensors converted as the
+    A value has the structure of the module's output (or input); its tensors are converted as the
     options of `capture` say. With `calls="all"` or an int it is a list: one entry per call.
 
-    Type checkers take values for tensors, as most modules return one, or lists of tensors. The
-    value of the model itself, `acts[""]`, may be anything. Cast others.
+    For type checkers a value is a tensor, as most modules return one, or a list of tensors. Cast
+    other values, such as `acts[""]`, the value of the model itself.
 
-    Copies and pickles include the values, cut from autograd's graph; a value that was changed in
-    place raises `StaleActivationError` there.
+    Copies and pickles include the values, cut from autograd's graph. Making one raises
+    `StaleActivationError` if a value was changed in place.
 
     Args:
         activations: values by module name.
@@ -223,7 +223,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         return cls(**tensor_files.load(path))
 
     def positions(self, name: str) -> list[int]:
-        """Returns the positions of the tokens that a value has, in order; one for each of its rows.
+        """Returns the positions of the tokens of a captured value, one for each row, in order.
 
         Known for captures at positions (`at=`), and for requests in batches with positions. With
         several sequences, the positions of the first one come first, then the next one's.

@@ -227,15 +227,15 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             `torch.compile` it breaks the graph. In a batch with positions use a plan's `keep`.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
-        output_index: key, index or attribute of the captured value, to capture that part alone, or
-            a tuple of them for a nested part; `"sum"` for the sum of the hidden state and residual
+        output_index: key, index or attribute of the captured value, to capture only that part, or a
+            tuple of them for a nested part; `"sum"` for the sum of the hidden state and residual
             that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
             into pinned memory, and reading waits for them; beyond 1 GiB of them the host waits.
         dtype: cast floating-point tensors to this dtype.
-        slice: part of each tensor to capture, as in `tensor[slice]`. A `PackedSequence` that it
-            takes tokens from is captured as the tensor of its data that is left.
+        slice: part of each tensor to capture, as in `tensor[slice]`. A sliced `PackedSequence` is
+            captured as the tensor of the data that the slice leaves.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
             write in place; `clone` copies; `ref` stores a reference without that check. `checked`
             copies inference tensors, which have no version, and tensors in compiled regions, where
@@ -250,7 +250,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         stop: end each call of the model once all modules have run; the call returns `STOPPED`.
 
     Raises:
-        SelectionError: `what` matches nothing, or containers alone, which are never called.
+        SelectionError: `what` matches nothing, or only containers, which are never called.
         HookError: `at` where no tokens run, as in a model of images.
         HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `calls`, or a `max_bytes`, `calls` or a step of `slice`

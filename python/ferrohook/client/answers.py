@@ -48,7 +48,7 @@ class ServerInfo:
         """Returns a module that plans may name.
 
         Raises:
-            HookError: there is none of the name, or it is refused; tells the reason.
+            HookError: no module has the name, or it is refused; the message has the reason.
         """
         found = self.modules.get(name)
         if found is None:

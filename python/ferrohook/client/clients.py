@@ -41,7 +41,7 @@ class Client:
     Args:
         base_url: of the server, with or without /v1.
         api_key: of the server.
-        timeout: seconds without a byte from the server after which it is given up.
+        timeout: seconds without a byte from the server after which a request fails.
         **options: of `httpx.Client`, such as `transport` and `verify`.
 
     Examples:
@@ -56,10 +56,10 @@ class Client:
         self._calls = Calls(self._http)
 
     def info(self) -> ServerInfo:
-        """Tells the features and the modules of the server; asked for once.
+        """Returns the features and modules of the server, which it asks once.
 
         Raises:
-            ServerError: it serves no plans, and why; or see `generate`.
+            ServerError: the server does not support plans; or see `generate`.
         """
         return self._run(self._calls.info())
 
@@ -77,10 +77,11 @@ class Client:
         Raises:
             RequestRefusedError: the request is bad, or the server serves no such plan.
             PlanFailedError: the plan failed while it ran.
-            UnavailableError: the server cannot be reached, is busy, or broke off.
-            ServerError: any other error of the server; it ignored the plan, for one.
-            HookTypeError: `prompt` or `plan` is none, or the plan has Python functions in it.
-            ValueError: the plan has NaN or an infinity, or is no JSON.
+            UnavailableError: the server cannot be reached, is busy, or closed the connection.
+            ServerError: any other error of the server, such as a plan that it ignored.
+            HookTypeError: `prompt` or `plan` has the wrong type, or the plan has Python functions
+                in it.
+            ValueError: the plan has NaN or an infinity, or is not JSON.
         """
         return self._run(self._calls.generate(prompt, plan, model, options))
 
@@ -88,7 +89,7 @@ class Client:
     def stream(
         self, prompt: Prompt, plan: AnyPlan = None, *, model: str | None = None, **options: Any
     ) -> Iterator[TextStream]:
-        """Generates a text, which is read meanwhile. Leaving ends it.
+        """Streams a text while it is generated; leaving the block ends it.
 
         Args:
             prompt: see `generate`.
@@ -125,7 +126,7 @@ class Client:
         reduce: Sequence[str] = ("mean",),
         count: Sequence[str] = (),
     ) -> Embedded:
-        """Embeds texts, by a service.
+        """Embeds texts with a service.
 
         Args:
             texts: the texts.
@@ -142,7 +143,7 @@ class Client:
         return self._run(self._calls.embed(texts, plan, reduce, count))
 
     def put_vectors(self, vectors: Mapping[str, Tensor]) -> None:
-        """Uploads vectors, which plans as JSON name, as in `{"tensor": "joy"}`.
+        """Uploads vectors, which the JSON of plans refers to by name, as in `{"tensor": "joy"}`.
 
         Raises:
             HookTypeError: a vector is no tensor.
@@ -170,7 +171,7 @@ class Client:
     def put_dictionaries(self, dictionaries: Iterable[Dictionary]) -> None:
         """Uploads dictionaries, which plans name by `Dictionary.name`, unless the server has them.
 
-        A name that was used before means the new dictionary in the requests to come.
+        If a name was used before, later requests with it use the new dictionary.
 
         Args:
             dictionaries: each with a name.
@@ -276,7 +277,7 @@ class AsyncClient:
         self._calls = Calls(self._http)
 
     async def info(self) -> ServerInfo:
-        """Tells the features of the server, see `Client.info`."""
+        """Returns the features of the server, see `Client.info`."""
         return await self._run(self._calls.info())
 
     async def generate(
@@ -289,7 +290,7 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, plan: AnyPlan = None, *, model: str | None = None, **options: Any
     ) -> AsyncIterator[AsyncTextStream]:
-        """Generates a text, which is read meanwhile, see `Client.stream`."""
+        """Streams a text while it is generated, see `Client.stream`."""
         begin = self._calls.begin(prompt, plan, model, options, stream=True)
         pending = await self._run(begin)
         response = await self._send(pending.request, stream=True)

@@ -50,7 +50,7 @@ class PlanFailedError(ServerError):
 
 
 class UnavailableError(ServerError, ConnectionError):
-    """Server that cannot be reached, is too busy, or broke off: try again later."""
+    """Server that cannot be reached, is too busy, or closed the connection: try again later."""
 
     retry_after: float | None = None
     """Seconds to wait, if the server said so."""

@@ -77,16 +77,16 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
-    runs the missing ones: not yet run, cut off, or damaged (a file was deleted, or its
-    checksum is another; all files of the run are read for that). The store stays open.
+    runs the missing ones: not yet run, cut off, or damaged (a file was deleted, or its checksum
+    differs; to find out, the call reads all files of the run). The store stays open.
 
     A run records its model, data and options, and resumes only with the same: selected modules and
     detectors with their options, `forward` and `mask` by name, the plan, the class of each module,
     the number of modules in training mode, and a fingerprint of each parameter, buffer and batch.
     See `ferrohook.data.fingerprints.fingerprint` for how it is computed: once a call for the model,
-    which reads each parameter once (a forward of one row does so too), and for each batch. Not
-    recorded are code, hooks on the model, and attributes such as the number of heads. If a forward
-    changes buffers, as a BatchNorm does in training mode, the model counts as another one
+    which reads each parameter once (a forward of one row does so too), and for each batch. Code,
+    hooks on the model, and attributes such as the number of heads are not recorded. If a forward
+    changes buffers, as a BatchNorm does in training mode, the model counts as a different one
     afterwards.
 
     Args:
@@ -106,22 +106,22 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         output_index: part of each output or input to store, see `capture`.
         slice: part of each tensor to store, see `capture`.
         dtype: cast floating-point tensors to this dtype.
-        mask: key of a batch, as `"attention_mask"`, or a function of a batch that returns its mask:
-            of a tensor of shape (batch, tokens, width) the vectors at which the mask is not 0 are
-            stored, as (vectors, width). Applied to what `slice` leaves.
+        mask: key of a batch, as `"attention_mask"`, or a function of a batch that returns its mask.
+            Of a tensor of shape (batch, tokens, width), only the vectors where the mask is not 0
+            are stored, as (vectors, width). It applies after `slice`.
         tokens: key of a batch, as `"input_ids"`, or a function of a batch that returns its token
             ids, of the shape (batch, tokens). They are stored for each row, with the position in
-            its text and the number of the text among all of the run, see `ActivationDataset`.
-            Positions count the tokens that a `mask` given by its key leaves, else columns.
-        plan: a plan whose hooks run in each forward. It keeps nothing.
+            its text and the number of the text among all of the run, see `ActivationDataset`. If
+            `mask` is a key, positions count only the tokens that it keeps; else they count columns.
+        plan: a plan whose hooks run in each forward; without `keep`.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
     if it skips batches without a fingerprint, which `Store.put` stored.
 
     Raises:
-        ResumeError: the run was made of something else, which the message names; nothing of it was
-            changed. Or another call is collecting into it.
+        ResumeError: the run has another model, data or options, which the message names; or another
+            call is collecting into it. Nothing of the run was changed.
         SelectionError: a selector matches no module.
         HookTypeError: an argument has the wrong type.
         HookError: two detectors collected tensors of the same layer and name; a detector has

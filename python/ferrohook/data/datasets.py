@@ -32,10 +32,10 @@ class ActivationDataset(Dataset[Tensor]):
     """Rows of one stored tensor: the vectors along its last dimension, batch after batch.
 
     A batch of shape (4, 128, 384) has 512 rows of 384. The data set has the batches that are
-    complete when it is made, and reads rows when they are asked for: `data[3]` is a row, a slice
-    or a list, array or tensor of ints gives rows as one tensor.
+    complete when it is created, and reads rows lazily: `data[3]` is one row; a slice, or a list,
+    array or tensor of ints, returns rows as one tensor.
 
-    Of a run of `collect(..., tokens=)` each row has its token's id, its position and the number of
+    After `collect(..., tokens=)`, each row has the id of its token, its position and the number of
     its text: `tokens`, `positions`, `texts`.
 
     A `DataLoader` may read it in worker processes, also in spawned ones with a `LocalStore`. To
@@ -199,13 +199,13 @@ class ActivationDataset(Dataset[Tensor]):
 class ActivationStream(IterableDataset[Tensor]):
     """Shuffled batches of rows of a data set, for training: an iterable of (rows, width) tensors.
 
-    The stored batches are put in random order, and rows drawn at random from a reservoir that they
-    pass through. It has the numbers of rows alone, 8 bytes each; rows are read as batches are
+    The stored batches pass in random order through a reservoir, from which rows are drawn at
+    random. The reservoir has only the indices of rows, 8 bytes each; rows are read when a batch is
     made. A reservoir as long as the data set shuffles uniformly.
 
-    An iteration is an epoch, each in another order. If it breaks off, the next one continues it, in
-    this process, or in another with `state_dict` and `load_state_dict`. Batches are the
-    same for any number of workers.
+    An iteration is an epoch, each in another order. If it is interrupted, the next iteration
+    continues it, in this process, or in another with `state_dict` and `load_state_dict`. Batches
+    are the same for any number of workers.
 
     Ranks get different rows, and none twice. A `DataLoader(stream, batch_size=None)` of your own
     may have workers too, but then `epoch` and `batch` stay as they are in this process: prefer
@@ -216,8 +216,8 @@ class ActivationStream(IterableDataset[Tensor]):
         batch_size: rows of a batch. The last of an epoch may have fewer.
         seed: seed of the order.
         reservoir: rows that a batch is drawn from; at least `batch_size`.
-        drop_last: leave out the last rows of an epoch, other ones in each, so that all ranks get
-            equally many batches, all full.
+        drop_last: leave out the last rows of an epoch (other rows in each epoch), so that all ranks
+            get the same number of batches, all full.
         workers: processes that read ahead.
         rank: index of this process; None for the rank in torch.distributed, or 0.
         ranks: number of processes; None for the world size of torch.distributed, or 1.
@@ -291,7 +291,7 @@ class ActivationStream(IterableDataset[Tensor]):
         self.batch = 0
 
     def epochs(self) -> Iterator[Tensor]:
-        """Yields batches for ever, one epoch after the other, as trainers of SAELens take them."""
+        """Yields batches forever, one epoch after the other, as trainers of SAELens take them."""
         while True:
             yield from self
 
@@ -340,10 +340,10 @@ class ActivationStream(IterableDataset[Tensor]):
         return {"epoch": self.epoch, "batch": self.batch, "made_of": self._made_of()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the place of a `state_dict`.
+        """Continues at the place of a `state_dict`.
 
         Raises:
-            ResumeError: it is of a stream of other rows or options.
+            ResumeError: the state is from a stream with other rows or options.
         """
         before = state["made_of"]
         changed = [

@@ -61,8 +61,8 @@ class Dictionary:
             `"topk"` and `"abstopk"`; decoding divides by them.
         normalize_activations: normalisation of the input, undone after decoding:
             `"none"`, `"layer_norm"` or `"constant_norm_rescale"`.
-        transcoder: it writes another tensor than the one that it reads.
-        reads: place of the tensor that it reads, such as `"@resid_post.8"`.
+        transcoder: the dictionary writes another tensor than it reads.
+        reads: place of the tensor that the dictionary reads, such as `"@resid_post.8"`.
         writes: place of the tensor that a transcoder writes.
         max_activations: largest known value of each feature, (d_sae,), for features that are set
             in multiples of it.
@@ -71,7 +71,8 @@ class Dictionary:
 
     Raises:
         HookTypeError: an argument has the wrong type.
-        ValueError: a shape or a value does not fit, or a weight is missing, or of another kind.
+        ValueError: a shape or a value does not fit, a weight is missing, or a weight belongs to
+            another `activation`.
     """
 
     def __init__(  # noqa: PLR0913 (the weights and options of seven kinds)
@@ -167,7 +168,7 @@ class Dictionary:
         max_activations: Tensor | None = None,
         name: str | None = None,
     ) -> Self:
-        """Reads a dictionary from the disk, in a format that its contents show.
+        """Reads a dictionary from disk; the contents show the format.
 
         | written by | path |
         | --- | --- |
@@ -186,8 +187,8 @@ class Dictionary:
         Args:
             path: folder or file.
             dtype: of the weights; None for the file's.
-            reads: place of the tensor that it reads, such as `"@resid_post.8"`; needed where the
-                file does not name it, or names one that is no quantity.
+            reads: place of the tensor that the dictionary reads, such as `"@resid_post.8"`; needed
+                where the file does not name it, or names one that is no quantity.
             writes: place of the tensor that a transcoder writes; likewise.
             k: number of values that remain, for Qwen Scope, whose files do not say it.
             max_activations: see `Dictionary`.

@@ -236,19 +236,18 @@ class Feature(Intervention):
     """Changes features of a dictionary, and nothing else in the tensor.
 
     For a value `f` that becomes `new`, the tensor `x` becomes `x + (new - f) * row`, with the
-    decoder's row as large as it is in the reconstruction: times the norm that decoding restores.
-    What the dictionary does not reconstruct, its error, stays in `x`. Several features are one
-    change, of values that are read once. In a top-k dictionary, setting a feature outside the top k
-    takes the place of none.
+    decoder's `row` scaled as in the reconstruction: times the norm that decoding restores. The
+    error of the reconstruction stays in `x`. Several features are read once and changed together.
+    In a top-k dictionary, setting a feature outside the top k displaces no other.
 
-    Features of a transcoder are read where it reads, and change what it writes, at the place of the
-    entry: `x + (new - f) * row` for the `x` there. Only a plan can do that: at one place, which
-    runs after the one that is read, of tokens whose positions are known.
+    Features of a transcoder are read at its `reads`, and change the tensor `x` at the entry's place
+    to `x + (new - f) * row`. This needs a plan, one place that runs after `reads`, and tokens whose
+    positions are known.
 
     `new` is `set`; or `scale * f + add`, at least `low` and at most `high`.
 
     Values are computed in float32, in float64 for tensors of float64, from the columns of these
-    features alone, or from all where features compete (`"topk"`, `"abstopk"`, `"groupmax"`).
+    features only, or from all columns where features compete (`"topk"`, `"abstopk"`, `"groupmax"`).
 
     Args:
         dictionary: an autoencoder, or a transcoder with its `reads`.
@@ -265,8 +264,8 @@ class Feature(Intervention):
 
     Raises:
         HookTypeError: an argument has the wrong type.
-        ValueError: a feature is out of range or named twice, a number is not finite, none is
-            passed, `set` comes with another one for the same feature, or `unit` is unknown.
+        ValueError: a feature is out of range or named twice, a number is not finite, no change is
+            passed, `set` comes with another change of the same feature, or `unit` is unknown.
 
     Examples:
         >>> sae = fh.Dictionary.load("sae/blocks.8.hook_resid_post")

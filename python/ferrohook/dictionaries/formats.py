@@ -105,7 +105,8 @@ def _format_of(path: Path) -> tuple[Callable[[Path, _Request], _Found], Path]:
     if path.suffix in _BY_SUFFIX:
         return _BY_SUFFIX[path.suffix], path
     msg = (
-        f"{path} is no file of a dictionary: expected one of {', '.join([*_BY_SUFFIX, *_BY_FILE])}"
+        f"{path} is not a file of a dictionary: expected one of "
+        f"{', '.join([*_BY_SUFFIX, *_BY_FILE])}"
     )
     raise ValueError(msg)
 
@@ -146,7 +147,7 @@ def _place(path: Path, option: str, given: str | None, named: str | None) -> str
     if "hook_" not in name and (given is not None or name.endswith(".output")):
         return name.removesuffix(".output")
     difference = _difference(name) or "its place in a model is not known"
-    msg = f"{source} is no quantity: {difference}. Pass the place as {option}="
+    msg = f"{source} is not a quantity: {difference}. Pass the place as {option}="
     raise ValueError(msg)
 
 

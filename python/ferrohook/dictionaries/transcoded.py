@@ -168,8 +168,8 @@ def check_places(feature: Feature, reads: Place, writes: Place) -> None:
             raise HookTypeError(msg)
     if writes.inputs or not writes.writable:
         msg = (
-            f"{dictionary!r} writes {writes.title}, which is no output that can be changed: choose "
-            "the contribution of a block, such as @mlp_out"
+            f"{dictionary!r} writes {writes.title}, which is not an output that can be changed: "
+            "choose the contribution of a block, such as @mlp_out"
         )
         raise HookTypeError(msg)
     if reads.time is not None and writes.time is not None and reads.time > writes.time:

@@ -34,19 +34,19 @@ def _as_it_is(vector: Tensor) -> Tensor:
 class Intervention(InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.
 
-    They run natively but for their formula, and are registered wherever a hook is taken. In the
-    phase `forward` they change the output, in `forward_pre` the input, in `backward_pre` the
-    gradient of the output and in `backward` that of the input. A vector is cast once for each dtype
-    and device of the tensors that it meets. Under `torch.compile` it is an input of the graph:
-    another vector of that shape needs no new trace.
+    Only their formula runs in Python. They work wherever a hook does. In the phase `forward` they
+    change the output, in `forward_pre` the input, in `backward_pre` the gradient of the output and
+    in `backward` that of the input. A vector is cast once for each dtype and device of the tensors
+    that it meets. Under `torch.compile` it is an input of the graph: another vector of that shape
+    needs no new trace.
 
     `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
     index, key or attribute, or a tuple of them: `(1, 0)` is the `h` of an LSTM, `(0, "data")` the
     data of the sequence that it returns for a packed one. `"sum"`, for layers that return hidden
-    state and residual, changes the sum of the two: the hidden state takes the difference. Of
-    gradients it is a place in PyTorch's tuple of them.
+    state and residual, changes the sum of the two: the hidden state takes the difference. For
+    gradients it is an index into PyTorch's tuple.
 
-    A kind of your own is a subclass with a `formula` and the names of its arguments. It works
+    To write your own, subclass this class with a `formula` and the names of its arguments. It works
     wherever the others do: in plans and their JSON, in batches, under `torch.compile`, at sites.
 
         class Soften(fh.Intervention):
@@ -167,7 +167,7 @@ class Intervention(InterventionBase):
         return self.width in {None, 1, shape[-1]}
 
     def on_multiple(self, _multiplier: float) -> Self | None:
-        """Returns the intervention for a tensor of which a multiple is to change as this one says.
+        """Returns the intervention on a tensor that has this one's effect on a multiple of it.
 
         None if there is none of this kind.
         """

@@ -121,11 +121,11 @@ class Route(_ByContent):
             (tokens, chosen): a row for each token at `at`, in the order of positions, from the
             first position that `at` names; without `at`, from position 0. (sequences, tokens,
             chosen): the same for each row of a call. A row of -1 leaves its token to the router,
-            as does a missing one at the end.
+            and so does a missing row at the end.
         weights: of these experts, floats of the shape of `ids`; None for the model's own rule.
 
     Raises:
-        HookTypeError: the ids are no ints or the weights no floats.
+        HookTypeError: the ids are not ints, or the weights not floats.
         ValueError: a shape does not fit, an id is below -1 or comes twice in a row, a row has both
             ids and -1, or a weight is not finite.
 

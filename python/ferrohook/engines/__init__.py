@@ -30,12 +30,12 @@ def capabilities(engine: str, model: nn.Module | None = None) -> Capabilities:
 
     Args:
         engine: "transformers", "vllm" or "sglang"; it is imported.
-        model: a model of transformers, for `quantities`: it is looked at.
+        model: a model of transformers, which is examined for `quantities`.
 
     Raises:
         ValueError: an engine without an adapter; or a model for an engine that loads its own.
         ModuleNotFoundError: the engine is not installed.
-        HookError: the model cannot be looked at, see `fh.quantities`.
+        HookError: the model cannot be examined, see `fh.quantities`.
     """
     if engine not in ENGINES:
         msg = f"engine must be one of {', '.join(ENGINES)}; got {engine!r}"

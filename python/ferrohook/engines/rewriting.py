@@ -287,7 +287,7 @@ def _at_quantity(entry: HookEntry | KeepEntry, name: str, modules: ModuleTable) 
         raise ValueError(msg)
     if kind_of(base.removeprefix(SIGN)) == "experts":
         msg = (
-            f"{name} contains the numbers of experts, which no intervention can change: use a "
+            f"{name} contains the ids of experts, which no intervention can change: use a "
             "Route, or write to @router"
         )
         raise ValueError(msg)

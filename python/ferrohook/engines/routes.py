@@ -173,10 +173,10 @@ def _read(body: bytes, kind: type[Upload]) -> dict[str, Upload]:
         raise HTTPException(422, str(error)) from error
     for name, each in uploads.items():
         if not isinstance(each, kind):
-            msg = f"the body has {name[:_SHOWN]!r}, which is no {NOUNS[kind]}"
+            msg = f"the body has {name[:_SHOWN]!r}, which is not a {NOUNS[kind]}"
             raise HTTPException(422, msg)
         if isinstance(each, Dictionary) and each.name != name:
-            msg = f"the settings of the dictionary {name!r} say another name, {each.name!r}"
+            msg = f"the settings of the dictionary {name!r} have another name, {each.name!r}"
             raise HTTPException(422, msg)
     return uploads
 

@@ -41,7 +41,7 @@ class Capabilities:
         return any(f"{self.version}.".startswith(f"{each}.") for each in self.tried)
 
     def check_version(self, *, untried: bool = False) -> None:
-        """Refuses a release that was never tried.
+        """Refuses a release that was not tested.
 
         Raises:
             HookError: the release is not among `tried`, and `untried` is False.
@@ -60,7 +60,7 @@ class Capabilities:
         return f"this {self.engine} engine does not support plans, because it uses {reasons}"
 
     def described(self, modules: ModuleTable, options: EngineOptions) -> dict[str, Any]:
-        """Returns what plans may do in a running engine, as its server answers it.
+        """Returns the features of a running engine, as its server reports them.
 
         Args:
             modules: modules and quantities of its model.

@@ -140,7 +140,7 @@ def unpacked_uploads(data: bytes) -> dict[str, Upload]:
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError) as error:
-        msg = f"the settings of dictionaries, {DICTIONARIES!r} in the metadata, are no JSON"
+        msg = f"the settings of dictionaries, {DICTIONARIES!r} in the metadata, are not JSON"
         raise ValueError(msg) from error
     if not isinstance(settings, dict):
         msg = f"{DICTIONARIES!r} in the metadata must be an object with settings by name"

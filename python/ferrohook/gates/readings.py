@@ -279,7 +279,7 @@ class Probe(Reading):
 
     Raises:
         HookTypeError: an argument has the wrong type or shape.
-        ValueError: `index` is out of range, or missing, or given for one class.
+        ValueError: `index` is out of range, missing, or passed for weights of one class.
     """
 
     tensors = ("weights", "mean", "scale")
@@ -343,14 +343,14 @@ class Probe(Reading):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TokenProbability(Reading):
-    """Probability that the model gives to some next tokens, together. For a place of raw logits.
+    """Summed probability of some next tokens. For raw logits, as at `@logits`.
 
     Args:
         ids: token ids, at least one.
 
     Raises:
-        HookTypeError: `ids` has something else than ints.
-        ValueError: there is none, one is negative, or one stands twice.
+        HookTypeError: `ids` are not ints.
+        ValueError: `ids` is empty, or an id is negative or repeated.
     """
 
     ids: Sequence[int]
@@ -374,7 +374,7 @@ class TokenProbability(Reading):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MaxProbability(Reading):
-    """Probability of the most probable next token. For a place of raw logits."""
+    """Probability of the most probable next token. For raw logits, as at `@logits`."""
 
     def _read(self, vectors: Tensor) -> Tensor:
         return vectors.softmax(-1).amax(-1)
@@ -382,7 +382,7 @@ class MaxProbability(Reading):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Entropy(Reading):
-    """Entropy of the distribution of the next token, in nats. For a place of raw logits."""
+    """Entropy of the distribution of the next token, in nats. For raw logits, as at `@logits`."""
 
     def _read(self, vectors: Tensor) -> Tensor:
         entropy: Tensor = torch.special.entr(vectors.softmax(-1)).sum(-1)
@@ -393,10 +393,10 @@ class Entropy(Reading):
 class FeatureActivation(Reading):
     """Value of a feature of a dictionary, as its encoder computes it, in float32.
 
-    Of a transcoder too, for a gate at the place that it reads.
+    Works for a transcoder too, in a gate at its `reads`.
 
     Args:
-        dictionary: has the feature.
+        dictionary: the dictionary of the feature.
         index: number of the feature.
         unit: `"raw"`, or `"max"` for multiples of the dictionary's `max_activations`.
 

@@ -198,8 +198,8 @@ class GateStates:
         if given != tokens or other.shape != vectors.shape:
             self._parts.pop(key)
             msg = (
-                f"gate {gate.name!r} reads the sum of {places} places, whose tensors differ: "
-                f"{tuple(vectors.shape)} and {tuple(other.shape)}, or other tokens"
+                f"gate {gate.name!r} reads the sum of {places} places, whose tensors differ in "
+                f"shape or tokens: {tuple(vectors.shape)} and {tuple(other.shape)}"
             )
             raise HookError(msg)
         parts[number] = vectors

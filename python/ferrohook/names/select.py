@@ -61,7 +61,7 @@ def select(
         The modules by path, in the order of `named_modules()`.
 
     Raises:
-        SelectionError: a selector matches no module, or containers alone with `called=True`.
+        SelectionError: a selector matches no module, or only containers with `called=True`.
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "model must be")

@@ -322,25 +322,27 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
 ) -> GateEntry:
     """Makes a plan entry that reads a number from each token, for entries that depend on it.
 
-    Other entries of the plan take it by its name: `on(..., when=above(name, 0.3))`,
-    `on(..., strength=ramp(name, 0.1, 0.5))`, `keep("@gate.name")`. A gate without such entries may
-    be captured only. It changes nothing itself, and reads the value after the entries before it.
+    Other entries of the plan refer to it by name: `on(..., when=above(name, 0.3))`,
+    `on(..., strength=ramp(name, 0.1, 0.5))`, `keep("@gate.name")`. Without such entries, a gate
+    only monitors the model. It changes nothing itself, and reads the value with the changes of the
+    entries before it.
 
-    Its value at a token is made of readings up to that token, each of which is stored with the
-    token's position: a token that runs again has the reading of its first run.
+    Its value at a token is computed from the readings up to that token. A reading is stored with
+    the position of its token: a token that runs again has the reading of its first run.
 
     Args:
         name: its name in the plan.
         what: a module that returns a tensor, or a quantity, see `select`. Or a list of several:
             the sum of their tensors is read, once the last one has run.
-        reading: number of each token, such as `Cosine(direction)`.
+        reading: the number to read from each token, such as `Cosine(direction)`.
         at: tokens that it reads, see `At`; None for all. Models give their first tokens huge
             norms, so `slice(1, None)` or `"generated"` often fits better.
         over: readings that make a value: of `"token"` itself; of the `"prompt"`, known from its
             last token on; of the sequence `"so_far"`; or `window(n)`, `ema(decay)`.
-        by: how they make one value: `max`, `min`, `mean` or `last`. Not used with `ema`.
-        lag: 1 for the value that the token before had, at generated tokens only: for a gate that
-            reads later in the forward than the entries that depend on it.
+        by: how several readings make one value: `max`, `min`, `mean` or `last`. Not used with
+            `ema`.
+        lag: 1 for the value of the token before, at generated tokens only: for a gate that reads
+            later in the forward than the entries that depend on it.
         inputs: read the module's input.
         output_index: tensor to read in a value of several, as in `capture`.
 
@@ -375,15 +377,15 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
 def stop(*, when: Condition) -> StopEntry:
     """Makes a plan entry that ends its request where a condition on gates is true.
 
-    The last token of the prompt and generated tokens count. The answer ends with the token that was
-    read: in transformers' `generate` the end-of-sequence token follows, and an engine reports the
-    name of the gate. `Request.stopped` tells of it in any call.
+    It acts at the last token of the prompt and at generated tokens. The answer ends with the token
+    that the gate read: in transformers' `generate` the end-of-sequence token follows, and an engine
+    reports the name of the gate. `Request.stopped` reports the stop in any call.
 
     Args:
         when: condition on gates of the plan.
 
     Raises:
-        HookTypeError: `when` is no condition.
+        HookTypeError: `when` is not a condition.
 
     Examples:
         >>> plan = fh.Plan(
@@ -417,7 +419,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
         at: positions of tokens that the hook changes, see `At`; None for all. With it, the hook is
             an intervention or a forward hook of PyTorch's contract that returns a tensor. Under
             `torch.compile` it breaks the graph.
-        phase: as in `register`, and so are the others.
+        phase: see `register`.
         prepend: see `register`.
         with_kwargs: see `register`.
         always_call: see `register`.
@@ -460,22 +462,23 @@ def on(  # noqa: PLR0913 (the options of `register`)
 
 
 def replay(array: Any, *, start: int = 0, at: At = None) -> HookEntry:
-    """Makes a plan entry with which tokens take the experts that they took elsewhere.
+    """Makes a plan entry that replays the experts of another forward.
 
-    All mixtures of experts of the model, by one array, as vLLM and SGLang return it for a request
-    (`routed_experts`). The weights are the model's own, from its router's logits at these ids.
+    One array is for all mixtures of experts of the model, in the form that vLLM and SGLang return
+    for a request (`routed_experts`). The weights are the model's own, from its router's logits at
+    these ids.
 
     Args:
         array: ids of experts, ints of (tokens, layers, chosen), for the tokens from position
             `start` on; tokens past its end, such as the last one of a sequence, are left to the
-            router, as those whose ids are -1. Layers without experts have ids too, which are
-            ignored. Of (sequences, tokens, layers, chosen), for the rows of a call.
+            router, and so are tokens with ids of -1. Layers without experts have ids too, which are
+            ignored. Or (sequences, tokens, layers, chosen), for the rows of a call.
         start: position of the first token in the array.
         at: positions of tokens that take them, see `At`; None for all.
 
     Raises:
-        HookTypeError: the array has no ints, or `start` is no int.
-        ValueError: a shape or an id that no ids of experts have.
+        HookTypeError: the array does not have ints, or `start` is not an int.
+        ValueError: ids of experts cannot have that shape, or such a value.
 
     Examples:
         >>> plan = fh.Plan(fh.replay(completion.routed_experts))
@@ -513,7 +516,7 @@ def keep(
             `features`, with `top` or `index`.
 
     `features=dictionary` captures values of its features in place of the tensor, in float32. With
-    `top=32`: for each token the 32 largest values and the numbers of their features, a tensor of
+    `top=32`: for each token the 32 largest values and the indices of their features, a tensor of
     (..., tokens, 32, 2): `values, numbers = acts[name].unbind(-1)`. With `index=[3, 17]`: the
     values of these features, (..., tokens, 2).
 
@@ -522,7 +525,7 @@ def keep(
 
     Raises:
         HookTypeError, ValueError, RuntimeError: as `capture` does.
-        TypeError: an option that `capture` has not.
+        TypeError: an option that `capture` does not have.
     """
     if unknown := options.keys() - KeepOptions.__annotations__.keys():
         msg = f"keep() got an unexpected keyword argument {min(unknown)!r}"

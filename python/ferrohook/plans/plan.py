@@ -81,7 +81,7 @@ class Plan:
         return table(self.entries)
 
     def prepare(self, model: nn.Module, *, max_bytes: int | None = None) -> Prepared:
-        """Registers the hooks with a model, for requests to be opened.
+        """Registers the hooks on a model, so that requests can be opened.
 
         Modules are instrumented until the result is closed.
 
@@ -134,7 +134,7 @@ class Plan:
         return request
 
     def to_json(self) -> str:
-        """Writes the plan as JSON, tensors inline and dictionaries by name, for `from_json`.
+        """Writes the plan as JSON, with tensors inline and dictionaries by name, for `from_json`.
 
         Raises:
             HookTypeError: a Python function, typed hook, detector, class or predicate in it, or a

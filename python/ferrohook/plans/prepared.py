@@ -335,23 +335,23 @@ class Prepared:
     def open(
         self, *, deadline: float | None = None, prompt: int | Sequence[int] | None = None
     ) -> Request:
-        """Opens a request: enter it by `with` around its calls, or give it to `batch`.
+        """Opens a request: enter it with `with` around its calls, or pass it to `batch`.
 
-        Costs the same for any number of modules. A request is opened by any thread or task, and any
-        number of them at a time. The first one that leaves modules out, for which none of its hooks
-        fired or nothing was captured, warns with `NeverFiredWarning`; later ones have `silent`.
+        Costs the same for any number of modules. Any thread or task may open requests, any number
+        at a time. The first request for which a module ran no hook or captured nothing warns with
+        `NeverFiredWarning`; later ones only list such modules in `silent`.
 
         Args:
-            deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
-                A request that has one is not entered.
+            deadline: seconds from now after which the request fails in batches, with
+                `TimeoutError`. A request with a deadline cannot be entered.
             prompt: number of tokens of the prompt, those in a KV cache included; for calls with
                 several rows, one for each or one for all. For positions that refer to the prompt
                 where the call does not tell its end.
 
         Raises:
             HookError: the plan was closed, or its model is gone.
-            HookTypeError: `prompt` has something else than ints.
-            ValueError: it has an int below 1 or of more than 64 bits, or none.
+            HookTypeError: `prompt` is not made of ints.
+            ValueError: `prompt` is empty, or has an int below 1 or of more than 64 bits.
         """
         if self._attachment.released:
             self.close()
@@ -378,13 +378,13 @@ class Prepared:
     def close(self) -> None:
         """Removes the hooks, and restores modules that nothing else instruments.
 
-        Open requests go on without hooks; their captures stay readable.
+        Open requests continue without hooks; their captures stay readable.
         """
         self._frame._close()
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, which it does not keep alive; None once that is gone."""
+        """The model, which the plan does not keep alive; None once the model is gone."""
         return self._contents.model()
 
     @property
@@ -394,7 +394,7 @@ class Prepared:
 
     @property
     def closed(self) -> bool:
-        """True once it is closed."""
+        """True once the plan is closed."""
         return self._frame.closed or self._attachment.released
 
     @property
@@ -457,7 +457,7 @@ class Request(RequestBase, Scope):
 
     @property
     def acts(self) -> ActivationCache:
-        """The activations that the plan keeps, of this request; readable after it is closed."""
+        """The activations that the plan keeps for this request; readable after it is closed."""
         captures = enumerate(self._plan.captures)
         return cache_of(
             ((capture, self._collector(place)) for place, capture in captures),
@@ -501,17 +501,17 @@ class Request(RequestBase, Scope):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model of its plan; None once that is gone."""
+        """The model of its plan; None once the model is gone."""
         return self._plan.model()
 
     @property
     def prepared(self) -> Prepared:
-        """The prepared plan that it is a request of."""
+        """The prepared plan of the request."""
         return self._prepared
 
     @property
     def error(self) -> BaseException | None:
-        """The exception with which it failed in a batch, or the first one of its hooks.
+        """The exception with which the request failed in a batch, or the first one of its hooks.
 
         Waits until the GPU has reported whether sites kept the request's rows.
         """
@@ -532,7 +532,7 @@ class Request(RequestBase, Scope):
         return collector
 
     def accept(self, tokens: int, sequences: int) -> None:
-        """Takes back what rejected drafts left in captures and gates.
+        """Removes the values of rejected draft tokens from captures and gates.
 
         Args:
             tokens: number of the accepted tokens.

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 class PreparedPlans:
     """Plans prepared for one model, found by content.
 
-    A plan that comes again is opened at constant cost. A dropped one stays open for the requests
-    that use it, and is closed after the last of them.
+    A plan that is in the cache opens at constant cost. A dropped plan stays open for the requests
+    that use it, and is closed after the last one.
 
     Args:
         model: any module.
         size: number of plans that stay prepared; the least recently used is dropped.
-        max_bytes: budget of one request's captures, beside the budgets of the plan's entries; None
-            for no such budget.
+        max_bytes: budget of one request's captures, in addition to the budgets of the plan's
+            entries; None for no such budget.
 
     Raises:
         HookTypeError: an argument has the wrong type.
@@ -56,7 +56,7 @@ class PreparedPlans:
         """Opens a request of a plan for the calls in a block.
 
         Args:
-            plan: prepared if it is not yet.
+            plan: the plan, which is prepared if necessary.
             prompt: numbers of tokens of the prompts, see `Prepared.open`.
 
         Raises:
@@ -69,7 +69,7 @@ class PreparedPlans:
             yield request
 
     def prepare(self, plan: Plan) -> Prepared:
-        """Returns a plan prepared, for requests of a `Batcher`; open while referred to.
+        """Returns the prepared plan, for requests of a `Batcher`; open while it is referenced.
 
         Raises:
             HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.

@@ -81,7 +81,8 @@ def run(
             keyword is another name for `hooks`, `capture` or `plan` (`hook`, `fwd_hooks`) or an
             option of `on`, `keep` or `register` (`at`, `dtype`), and the model's forward does not
             name it.
-        HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
+        HookError: the plan was prepared for another model; or it has a `keep`, and `capture` was
+            passed.
 
     Examples:
         >>> hooks = {"layers.3": steer}

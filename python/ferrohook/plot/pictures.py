@@ -205,7 +205,7 @@ def patching(  # noqa: PLR0913 (options by keyword)
         ax: axes to draw into.
 
     Raises:
-        HookTypeError: `effects` has not two dimensions, or an argument has the wrong type.
+        HookTypeError: `effects` does not have two dimensions, or an argument has the wrong type.
         HookError: matplotlib is not installed.
     """
     grid = _numbers(effects, "effects", 2)
@@ -232,7 +232,7 @@ def attention(
         ax: axes to draw into.
 
     Raises:
-        HookTypeError: `pattern` has not two dimensions, or an argument has the wrong type.
+        HookTypeError: `pattern` does not have two dimensions, or an argument has the wrong type.
         HookError: matplotlib is not installed.
     """
     grid = _numbers(pattern, "pattern", 2)
@@ -260,7 +260,7 @@ def steering(
         ax: axes to draw into.
 
     Raises:
-        HookTypeError: a line has not one number for each scale.
+        HookTypeError: a line does not have one number for each scale.
         HookError: matplotlib is not installed.
     """
     xs = _numbers(scales, "scales", 1)

@@ -95,12 +95,11 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary(
 def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
     """Finds the quantities of a model and proves them.
 
-    The model is looked at once: a copy that shares its parameters runs a few short forwards, in
-    eval mode and without gradients, so nothing about the model or its hooks changes. The table is
-    kept with the model until its modules change, or a number (a float) of one or of its
-    configuration. Selectors that name a quantity (`@resid_post.12`)
-    look at the model themselves; this function shows what they find, and takes an example for
-    models that have no `input_ids`.
+    The model is examined once: a copy that shares its parameters runs a few short forwards, in eval
+    mode and without gradients, so nothing about the model or its hooks changes. The table is stored
+    with the model, and discarded when a module is replaced or a float in a module or in the
+    configuration changes. Selectors that name a quantity (`@resid_post.12`) examine the model too;
+    this function returns the table, and takes an example for models without `input_ids`.
 
     Args:
         model: any module.
@@ -108,13 +107,14 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
         **kwargs: keyword arguments of the example call.
 
     Returns:
-        The table. With an example it is looked at anew, and replaces what was kept.
+        The table. With an example the model is examined again, and the new table replaces the
+        stored one.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`; or a keyword is an option of hooks or captures
             that the model's forward does not name.
-        HookError: the model takes no `input_ids` and there is no example; its forward fails; two
-            looks differ; or it cannot be copied.
+        HookError: the model takes no `input_ids` and there is no example; its forward fails or is
+            not deterministic; or it cannot be copied.
 
     Examples:
         >>> table = fh.quantities(model)

@@ -177,7 +177,7 @@ class Quantities(Mapping[str, Quantity]):
         return SelectionError(msg)
 
     def verify(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
-        """Looks at a model anew and compares.
+        """Examines a model again and compares the tables.
 
         Args:
             model: another model than that which the table is of; for a table from JSON, the model.

@@ -120,8 +120,8 @@ def hooks(model: nn.Module) -> RegisteredHooks:
 def clear(model: nn.Module) -> None:
     """Removes all global hooks of a model, also ones that other code registered.
 
-    Modules that were instrumented for these hooks alone are plain again. Scopes, captures and
-    plans keep their hooks, torch's own dicts theirs.
+    Modules that were instrumented only for these hooks are plain again. Hooks of scopes, captures
+    and plans stay, and so do hooks in torch's own dicts.
 
     Args:
         model: any module, with wrappers or instrumented modules in it.

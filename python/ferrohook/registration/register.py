@@ -106,7 +106,7 @@ class HandleGroup(AttachmentContext):
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
         """Removes the hooks, and restores modules that were instrumented for them.
 
-        A removed hook is not started any more; a thread that is inside it goes on to its end.
+        A removed hook is not started any more; a call of it in another thread runs to its end.
 
         Args:
             wait: return only when no thread is still inside any of the hooks.
@@ -237,7 +237,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         The handles of the hook, as a group.
 
     Raises:
-        SelectionError: `what` matches no module, or containers alone, which are never called.
+        SelectionError: `what` matches no module, or only containers, which are never called.
         HookTypeError: `hook` is not callable, cannot be called with the arguments of the phase, or
             is a typed hook of another phase; or an option has the wrong type.
         HookError: a module cannot be instrumented, or the scope was left; or `at` where no tokens

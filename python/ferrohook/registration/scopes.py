@@ -23,16 +23,15 @@ class Scope(Frame):
 
     A context manager: entering adds it to the scopes of the current context (`contextvars`);
     `register` inside it registers with it; leaving removes the hooks that were registered with it,
-    and no others. Scopes nest. Tasks of
-    asyncio and `asyncio.to_thread` inherit the scopes entered at their creation; other threads get
-    them by `wrap` or `activate`. A scope that is dropped without being left stays entered as long
-    as the context lives.
+    and no others. Scopes nest. Tasks of asyncio and `asyncio.to_thread` inherit the scopes entered
+    at their creation; use `wrap` or `activate` for other threads. A scope that is dropped without
+    being left stays entered as long as the context lives.
 
     Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
-    backward. `torch.utils.checkpoint` repeats a forward during backward, on any thread: with the
-    hooks that ran in that forward, whichever scopes are entered then. If one of them was removed,
-    or its scope was left, backward raises `HookError`; captures, native detectors and
-    `ForwardHook`s, which change nothing, may be left before.
+    backward. `torch.utils.checkpoint` repeats a forward during backward, on any thread. The
+    repetition runs the hooks of that forward, whichever scopes are entered by then. If one of them
+    was removed, or its scope was left, backward raises `HookError`; captures, native detectors and
+    `ForwardHook`s, which change nothing, may be removed earlier.
     """
 
     _takes_hooks: ClassVar = True
@@ -86,7 +85,7 @@ class Scope(Frame):
         return wrapped
 
     def close(self) -> None:
-        """Closes it, wherever it is entered: its hooks fire no more."""
+        """Closes the scope, wherever it is entered; its hooks do not fire any more."""
         self._close()
 
     def __repr__(self) -> str:
@@ -97,8 +96,8 @@ class Scope(Frame):
 def scope() -> Scope:
     """Makes a scope: hooks registered inside its `with` fire only for calls there.
 
-    `register` inside it registers with it. The keyword `scope` names a scope that is not entered
-    yet, or one further out; `scope="global"` is for the calls of all contexts.
+    `register` inside it adds hooks to it. The keyword `scope` of `register` chooses another scope;
+    `scope="global"` is for the calls of all contexts.
 
     Examples:
         >>> with fh.scope():

@@ -57,11 +57,11 @@ class Batch(BatchBase, Scope):
     def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
         """Sets the positions of the rows for the calls from now on, see `batch`.
 
-        For a batch around several calls whose rows stay the same, such as a generation: call it
-        before each of them, or in a `forward_pre` hook on the model ahead of all.
+        For a batch around several calls with the same rows, such as a generation: call it before
+        each call, or in a `forward_pre` hook on the model ahead of all others.
 
         Raises:
-            HookTypeError: `positions` is no tensor of ints, or `lengths` has no ints.
+            HookTypeError: `positions` is not a tensor of ints, or `lengths` has no ints.
             RowsError: it has another shape than the batch, or the length of a prompt is needed and
                 not known.
             HookError: the batch was left.
@@ -101,7 +101,7 @@ class Batch(BatchBase, Scope):
 
     @property
     def silent(self) -> list[Frame]:
-        """The members with hooks that did not fail and no module of which ran in it."""
+        """The members that did not fail, but none of whose hooked modules ran in the batch."""
         ran = zip(self.members, self._ran, strict=True)
         return [each for each, ran in ran if not ran and each._hooked and not each.failed]
 
@@ -137,36 +137,36 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
 ) -> Batch:
     """Makes a context whose calls serve many requests, each on its own rows.
 
-    A request's hooks see arguments and output in which each tensor that has the rows of the batch
-    along `dim` is narrowed to the request's own: a view of a slice, a copy of other rows. They
-    change these rows alone. Among the hooks of the whole batch they stand where they would without
-    a batch. A write in place to the rows changes them, as returning them does.
+    A request's hooks get arguments and output in which each tensor that has the rows of the batch
+    along `dim` is narrowed to the request's rows: a view if they are a slice, else a copy. A hook
+    changes only these rows, by returning a value or by a write in place. Hooks of the requests and
+    of the whole batch run in the same order as without a batch.
 
-    A hook that raises, a byte budget that is exceeded and a deadline that passes fail their request
-    alone: `request.error` is set and logged, its hooks and captures stop, its rows go on. So does a
-    tensor in which the rows are not found, by a `RowsError`. Hooks of the whole batch raise as
-    ever.
+    If a hook raises, a byte budget is exceeded, a deadline passes, or a tensor lacks the rows
+    (`RowsError`), only that request fails: `request.error` is set and logged, its hooks and
+    captures stop, and its rows are computed without them. Hooks of the whole batch raise as usual.
 
-    Leaving the batch closes no request: the next step makes another batch of them.
+    Leaving the batch closes no request: the next step makes another batch of the same requests.
 
     Args:
         rows: rows of each member. A member is a `Request` that is open and not entered, a `Scope`
             or a `capture`. Rows without a member are padding.
         dim: dimension of the rows; 1 for tensors of (1, tokens, width).
         size: number of rows. If neither it nor `positions` is given, it is read from the first
-            tensor that the model of a request is called with; in calls of other modules it ends
-            with the last row that a member has.
+            tensor that the model of a request is called with; in calls of other modules the batch
+            ends with the last row of a member.
         positions: position of each row's token in its request, (rows,); of a padded batch, (rows,
             columns). Negative for padding.
         lengths: number of tokens of the requests' prompts, for plans whose positions (`at`) refer
             to them; for a request with several padded rows, one for each. A request remembers its
-            own.
-        gathered: modules whose tensors have other rows, by selector or module, such as `lm_head`
-            that runs on the last rows alone. The value is an index tensor: row `i` of the module's
-            tensors is row `index[i]` of the batch, or padding if negative. Or a function `(module,
-            args, kwargs, output)` that returns it, with output None before the module runs. Or a
-            tuple of one of these and the dimension of the rows.
-        warn: warn as it is left of members no module of which ran; `Batch.silent` lists them.
+            length.
+        gathered: modules whose tensors have other rows, by selector or module, such as an `lm_head`
+            that runs only on the last rows. The value is an index tensor: row `i` of the module's
+            tensors is row `index[i]` of the batch, or padding if negative. Or a function
+            `(module, args, kwargs, output)` that returns it, with output None before the module
+            runs. Or a tuple of one of these and the dimension of the rows.
+        warn: at the end, warn of members none of whose hooked modules ran; `Batch.silent` lists
+            them.
 
     Raises:
         HookTypeError: an argument has the wrong type.

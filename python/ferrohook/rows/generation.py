@@ -100,16 +100,16 @@ def generating(requests: Sequence[Request | None]) -> Batch:
     """Makes a batch for transformers' `model.generate`, with one request per prompt.
 
     The positions of each forward are found from `generate` and from the inputs of the model:
-    `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, in prompts that are
-    chunked or after a cache and with drafts too, and a capture has the activations of all
-    positions that ran, (positions, ...). A prompt that ends before the others goes on with padding
-    tokens: cut its activations to its length.
+    `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, also with chunked
+    prompts, after a cache and with draft tokens. A capture has the activations of all positions
+    that ran, (positions, ...). A prompt that ends before the others continues with padding tokens:
+    cut its activations to its length.
 
     Args:
         requests: one for each row of `input_ids`, open and not entered; None for a prompt without.
 
     Raises:
-        HookTypeError: `requests` is no list of these.
+        HookTypeError: `requests` is not a list of these.
         HookError: the model takes no tokens.
         RowsError: no request, one for several prompts, or requests of several models; when the
             model is called, more rows than prompts, as with beams.

@@ -46,8 +46,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
 ) -> Sites:
     """Installs operators in modules, so that one compiled model serves changing requests.
 
-    Lay them before the model is compiled. From then on `batch` serves the requests of this model
-    through them, eager or compiled, and nothing is traced anew.
+    Open the sites before the model is compiled. From then on `batch` serves the requests of this
+    model through them, eager or compiled, and nothing is traced again.
 
     **Without tables**, the default, an operator `ferrohook::run` in the graph runs the hooks of the
     calling context's batch, as an eager call does: interventions, captures, gates, conditions,
@@ -61,23 +61,23 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     `keep`. Such sites serve one batch at a time; captures are of one call in each batch (or between
     two calls of `Batch.move`).
 
-    What sites cannot serve is refused as the batch is entered: a plan that needs anything else, or
-    another module; hooks of the request itself; a site in `gathered`; a batch without `size` or
-    positions.
+    Entering a batch raises an error for anything that sites cannot serve: a plan with other
+    features or modules; hooks of the request itself; a site in `gathered`; a batch without `size`
+    or positions.
 
     A call in which the rows are not found fails the requests that have hooks at the site, as in any
     batch. With tables on the CPU each call checks its batch: a failed, closed or late request stops
     at once, and calls in contexts that have not entered the batch are not served. A GPU has one
-    table for all calls: run no other calls during the batch. There a request that ends is steered
-    until the next batch or `move`, and a call with other rows than the batch is noticed only where
-    rows are kept. The model may run on another stream than the batch is entered on. The stream of a
-    replayed graph is unknown: have the two wait for each other before and after it, inside the
-    batch.
+    table for all calls: run no other calls during the batch. There a request that ends stays
+    steered until the next batch or `move`, and a call with other rows than the batch is noticed
+    only at a site that captures. The model may run on another stream than the batch is entered on.
+    The stream of a replayed graph is unknown: inside the batch, make the two streams wait for each
+    other before and after the replay.
 
     In tables, several vectors that a request adds at a site are added up first. Then one
-    intervention of each of `kinds` acts, in their order; a plan in which they stand otherwise is
-    refused. Gradients go through `Add` only. The bytes of the tables are logged, as information,
-    before they are taken.
+    intervention of each of `kinds` acts, in their order; a plan with another order is refused.
+    Gradients flow only through `Add`. The bytes of the tables are logged, at level INFO, before
+    they are allocated.
 
     Args:
         model: the model, as plans are prepared for it.
@@ -95,7 +95,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         dtype: of the tables and their captures: the dtype of the outputs or a wider one; None for
             the dtype of the model's first parameter of floating point.
         device: of the tables; None for the device of the model's first parameter.
-        kinds: kinds of interventions that tables serve beside `Add`, own ones too, such as
+        kinds: kinds of interventions that tables serve besides `Add`, your own included, such as
             `(fh.Ablate, fh.Scale)`. Each costs a step at each site, used or not.
 
     Raises:

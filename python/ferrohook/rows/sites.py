@@ -90,7 +90,7 @@ class Sites(SitesBase, ABC):
 
     @abstractmethod
     def begin_service(self, batch: BatchBase) -> None:
-        """Begins to serve a batch that is being entered, and has the batch know.
+        """Begins to serve a batch that is being entered, and notifies the batch.
 
         Raises:
             RowsError: a member or its rows cannot be served; `member` is that one.
@@ -98,7 +98,7 @@ class Sites(SitesBase, ABC):
 
     @abstractmethod
     def moved(self, batch: BatchBase) -> None:
-        """Takes note of the positions of a batch, for the calls from now on.
+        """Records the positions of a batch, for the calls from now on.
 
         Raises:
             RowsError: they are not served.

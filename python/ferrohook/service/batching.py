@@ -64,25 +64,25 @@ class Batcher(Generic[In, Out]):
 
     A forward starts as soon as a worker is idle and the batch is full, or its oldest request has
     waited for `max_wait` seconds. Clients are served round-robin, and a later request never
-    overtakes an earlier one. A request whose hook, budget or deadline fails fails alone. If the
-    forward itself fails, each of its requests is computed again in a separate forward, as are
-    requests that cannot share one: requests with Python hooks, with scopes entered around
+    overtakes an earlier one. If a hook, budget or deadline of a request fails, only that request
+    fails. If the forward itself fails, each of its requests is computed again in a separate
+    forward. Some requests never share one: requests with Python hooks, with scopes entered around
     `submit`, or with captures of tensors that have no rows.
 
-    Forwards run without gradients. Shared forwards run in a separate context: scopes of
-    the submitting context do not reach them, its deadline does.
+    Forwards run without gradients. Shared forwards run in a separate context: the deadline of the
+    submitting context holds there, its scopes do not.
 
     Args:
         model: the model, or any callable that calls it.
-        collate: makes the model's arguments of a list of items, rows in the order of the items: a
-            tuple of positional ones, a mapping of keywords, or the only argument.
-        split: returns one request's part of the output, of the output and the request's slice of
-            the rows.
+        collate: makes the model's arguments from a list of items, with rows in the order of the
+            items: a tuple of positional ones, a mapping of keywords, or the only argument.
+        split: takes the output and the request's slice of the rows, and returns the request's part
+            of the output.
         dim: dimension of the rows, see `batch`.
         max_requests: limit of the requests in a forward.
         max_rows: limit of its rows.
         max_tokens: limit of its tokens, padding included: rows times the longest length.
-        max_wait: seconds that a request waits for others to come.
+        max_wait: seconds that a request waits for others.
         workers: number of forwards at a time.
 
     Raises:
@@ -155,10 +155,10 @@ class Batcher(Generic[In, Out]):
             rows: number of the item's rows.
             length: tokens in its longest row.
             alone: True for a separate forward. A request that exceeds a limit also gets one.
-            client: identifies the client, who takes turns with the others.
+            client: id of the client; clients are served round-robin.
 
         Returns:
-            A future. Cancelled before the forward begins, the request leaves.
+            A future. Cancelling it before the forward starts drops the request.
 
         Raises:
             HookTypeError: an argument has the wrong type.
@@ -202,7 +202,7 @@ class Batcher(Generic[In, Out]):
             **options: see `submit`.
 
         Raises:
-            BaseException: as the request's hooks, the model, `collate` or `split` do.
+            BaseException: any exception of the request's hooks, the model, `collate` or `split`.
             TimeoutError: the context's `deadline` passed.
             BatcherClosedError: `close` was called.
         """
@@ -213,17 +213,17 @@ class Batcher(Generic[In, Out]):
 
         Returns:
             `rows_seen`: rows of requests with a plan; `rows_changed`: rows of requests whose plan
-            `sizes`: number of forwards by number of requests in them; `waiting`: requests that wait
-            now.
+            has hooks; `hooks_failed`: requests with a hook that raised, or an exceeded budget;
+            `sizes`: number of forwards by number of requests in them; `waiting`: waiting requests.
         """
         with self._changed:
             counts = {name: self._counts[name] for name in COUNTS}
             return {**counts, "sizes": self._sizes.copy(), "waiting": len(self._line)}
 
     def close(self, *, refuse: bool = False) -> None:
-        """Ends the batcher, after the forwards of all requests that wait; idempotent.
+        """Closes the batcher after it has answered all waiting requests; idempotent.
 
-        Blocks until then: on an event loop, call it by `asyncio.to_thread`.
+        Blocks until then: on an event loop, call it with `asyncio.to_thread`.
 
         Args:
             refuse: answer requests that wait with `BatcherClosedError`.

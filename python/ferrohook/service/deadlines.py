@@ -46,12 +46,13 @@ _limit: ContextVar[_Limit | None] = ContextVar("ferrohook_deadline", default=Non
 def deadline(seconds: float, model: nn.Module | None = None) -> Iterator[None]:
     """Sets a time limit for the calls of this context, see `check_deadline`.
 
-    Of nested deadlines the earliest applies. Requests that a `Batcher` gets inside have it too.
-    Warns with `NeverFiredWarning`, when the block ends, if nothing inside checked the limit.
+    Of nested deadlines the earliest applies. It also applies to requests that a `Batcher` gets
+    inside. Warns with `NeverFiredWarning`, when the block ends, if nothing inside checked the
+    limit.
 
     Args:
         seconds: time limit, from now on.
-        model: check at each module of this model, by hooks that are there for the block only; a
+        model: check at each module of this model, with hooks that exist only during the block; a
             service registers `check_deadline` once instead.
 
     Raises:

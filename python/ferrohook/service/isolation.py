@@ -52,15 +52,15 @@ async def isolation_check(
     rounds: int = 4,
     tolerance: float = 1e-4,
 ) -> IsolationReport:
-    """Checks that the interventions of requests change the answers to no others.
+    """Checks that interventions of a request do not change the answers to others.
 
-    Sends each request alone, then all of them at once, several times, and compares the answers.
-    Other traffic may go on.
+    Sends each request by itself, then all of them at once, several times, and compares the answers.
+    The service may have other traffic meanwhile.
 
     Args:
         send: sends a request to the service, and returns its answer: numbers, strings, bytes, None,
-            and lists, tuples and mappings of these. It leaves out what differs each time, such as
-            times.
+            and lists, tuples and mappings of these. It leaves out parts that differ each time, such
+            as times.
         pairs: requests without an intervention, each with a request that has one and is the same
             otherwise.
         rounds: number of times that all are sent at once.
@@ -72,7 +72,7 @@ async def isolation_check(
             answer has something else, such as a tensor: `tolist()` makes numbers of it.
         ValueError: `rounds` is below 1, `tolerance` is negative or not finite, or there are no
             pairs.
-        Exception: as `send` does; requests that are on their way are cancelled.
+        Exception: any exception of `send`; requests in flight are cancelled.
 
     Examples:
         >>> async def send(body):

@@ -17,8 +17,8 @@ from ferrohook.util.arguments import describe
 def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
     """Reads a plan from a request's JSON body: the validator of `PlanBody`.
 
-    Limit the size of bodies too: keys that come twice, and the text's length, are checked in text
-    alone.
+    Limit the size of bodies too: duplicate keys and the length of the text are checked only if
+    `body` is text.
 
     Args:
         body: JSON text, its parsed value from a framework, or a plan; the limits hold for each.
@@ -26,10 +26,10 @@ def plan_of(body: Any, *, refuse: Collection[str] = (), **limits: Any) -> Plan:
         **limits: `tensors`, `dictionaries` and limits of `Plan.from_json`.
 
     Raises:
-        ValueError: the body is no plan, exceeds a limit or has a refused option; names the entry.
-            As a validator's error FastAPI answers it with status 422.
-        HookTypeError: limits for a plan that JSON does not know, see `Plan.to_json`, or `refuse`
-            has a name that is no option.
+        ValueError: the body is not a plan, exceeds a limit or has a refused option; it names the
+            entry. FastAPI answers it with status 422, as a validator's error.
+        HookTypeError: limits for a plan that has no JSON form, see `Plan.to_json`, or `refuse` has
+            a name that is not an option.
 
     Examples:
         >>> short = PlainValidator(partial(plan_of, max_entries=4, refuse={"stop"}))

@@ -39,8 +39,8 @@ def add_exception_handlers(app: Starlette) -> None:
     | FastAPI's `RequestValidationError` | 422, with place and reason, without the input |
     | any other, `StoreError`, `ResumeError` and `StaleActivationError` included | 500 |
 
-    The body is `{"detail": ...}`, as of FastAPI's own errors. A response with status 500 has an id
-    and nothing of the exception, which is logged with this id by `logging.getLogger("ferrohook")`.
+    The body is `{"detail": ...}`, as of FastAPI's own errors. A response with status 500 has an id,
+    but no part of the exception; `logging.getLogger("ferrohook")` logs the exception with this id.
     Handlers that the application has for its own exceptions stay.
 
     Raises:

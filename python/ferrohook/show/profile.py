@@ -281,8 +281,9 @@ def profile(model: nn.Module, what: Selector = None) -> Profile:
     A context manager that returns the `Times`, to be printed inside the block or after it. A
     module's own time is the time of its calls without the profiled modules inside. Modules whose
     parameters are on a GPU are timed by events on its stream, others by the clock; a module without
-    parameters as its caller. A profiled call takes some microseconds, which count for its caller:
-    select fewer modules where they matter. A compiled model runs without its graphs meanwhile.
+    parameters like its caller. Profiling a call takes some microseconds, which count for its
+    caller: select fewer modules if they matter. While profiled, a compiled model runs without its
+    graphs.
 
     Args:
         model: any module.

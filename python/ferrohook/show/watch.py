@@ -206,17 +206,18 @@ def nan_watch(
     gradients: bool = False,
     stop: bool = False,
 ) -> Watch:
-    """Watches for the first NaN or infinity, for the calls of this context.
+    """Watches for the first NaN or infinity in the calls of this context.
 
-    A context manager that returns a `NanWatch`. It counts natively on each module and looks once a
-    call of the model, which waits for a GPU; gradients are looked at before a step of the optimizer
-    and at the next call.
+    A context manager that returns a `NanWatch`. Counting is native, on each module. The counts are
+    read once per call of the model, which waits for a GPU; those of gradients are read before a
+    step of the optimizer and at the next call.
 
     Args:
         model: any module; its calls are the batches.
         what: modules to watch, see `select`; None for all. Leave out modules that return infinities
             on purpose, such as masks.
-        optimizer: its steps are counted, and a step is not made on gradients that stop the watch.
+        optimizer: its steps are counted; with `stop`, it takes no step on gradients with NaN or
+            infinities.
         gradients: watch the gradients of the modules' outputs too.
         stop: raise `NonFiniteError` at the end of the call, or before the step, in which something
             was found.

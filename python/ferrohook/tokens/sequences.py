@@ -207,8 +207,8 @@ def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None
     if callable(head) and head() is module:
         return
     msg = (
-        f"at= selects tokens by position, but {path!r} stands beside a {type(other).__name__}, "
-        "which takes no tokens: it is not known to run on tokens itself"
+        f"at= selects tokens by position, but the model of {path!r} also has a "
+        f"{type(other).__name__}, which takes no tokens: {path!r} is not known to run on tokens"
     )
     raise HookError(msg)
 

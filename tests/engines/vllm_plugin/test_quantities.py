@@ -127,7 +127,7 @@ def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
     for entry, reason in (
         (
             fh.on("@experts.1", fh.Zero()),
-            "@experts.1 contains the numbers of experts, which no intervention .* use a Route",
+            "@experts.1 contains the ids of experts, which no intervention .* use a Route",
         ),
         (
             fh.on("@router.1", fh.Add(torch.ones(3))),

@@ -37,7 +37,7 @@ class Detector(Hook, Collectable):
     Both have separate contents in each context (`contextvars`): threads that share a detector see
     what they collected themselves.
 
-    By default it runs behind the controllers of its layer and sees their results.
+    By default it runs after the controllers of its layer and sees their results.
 
     Args:
         hook_type: see `Hook`.

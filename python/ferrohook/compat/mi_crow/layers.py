@@ -40,7 +40,7 @@ class Layers:
 
     A layer is a submodule, named by its path (`encoder.layer.0.output`), by mi_crow's flat name
     (`bertmodel_encoder_layer_0_output`) or by its index in `get_layer_names()`; the path of the
-    model itself is `""`. Each method looks names up anew, so layers may be added and replaced.
+    model itself is `""`. Each method looks the names up again, so layers may be added and replaced.
 
     Modules are instrumented while a hook is registered on them. Hooks outlive the `Layers`. A copy
     has a copy of the model; a pickle includes the hooks that can be pickled.
@@ -69,8 +69,8 @@ class Layers:
     ) -> str:
         """Registers a hook on a layer.
 
-        By default controllers have priority 0, as all other hooks, and detectors run behind them,
-        so they see the result. Hooks of one priority run in registration order.
+        By default controllers have priority 0, as all other hooks, and detectors run after them, so
+        they see the result. Hooks of one priority run in registration order.
 
         Args:
             layer_signature: name or index of the layer.

@@ -211,7 +211,7 @@ class LocalStore(Store):
         return damaged
 
     def repair(self, run: str | None = None, *, progress: bool = False) -> list[DamagedBatch]:
-        """Removes damaged batches, so that `collect` makes them again.
+        """Removes damaged batches, so that `collect` recomputes them.
 
         Args:
             run: name of the run; None for all runs.

@@ -67,7 +67,7 @@ class Store(ABC):
         self._put(run, batch, layer, own_tensors(run, batch, layer, tensors, copy=copy))
 
     def restart(self, run: str, batch: int) -> None:
-        """Opens a batch anew: the tensors put from now on replace all that it had.
+        """Reopens a batch: tensors put from now on replace all earlier ones.
 
         Raises:
             StoreError: as for `put`.
@@ -89,7 +89,7 @@ class Store(ABC):
         Args:
             run: name of the run.
             batch: index of the batch.
-            fingerprint: fingerprint of the input that the batch was made of.
+            fingerprint: fingerprint of the input of the batch.
             manifest: description of the run in plain data, stored with its first batch.
 
         Raises:
@@ -153,7 +153,7 @@ class Store(ABC):
     def completed(self, run: str) -> list[int]:
         """Lists the indices of the complete batches, sorted.
 
-        Empty for an unknown run: one to be resumed may never have begun.
+        Empty for an unknown run, because a run to be resumed may never have started.
         """
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Store(ABC):
 
         Args:
             run: name of the run; None for all runs.
-            contents: read all files and compare checksums; False compares their sizes alone.
+            contents: read all files and compare checksums; False compares only their sizes.
             progress: show a progress bar, as `collect` does.
 
         Raises:
@@ -223,8 +223,8 @@ class Store(ABC):
             *layers: names of the layers; none for all layers of the first complete batch.
             run: name of the run.
             name: name of the layers' tensor.
-            context: rows of an example, in the format of the cached activations of SAELens:
-                columns of (context, width), and `token_ids`. The last rows that fill none are left
+            context: rows of an example, in the format of the cached activations of SAELens: columns
+                of (context, width), and `token_ids`. Last rows that do not fill an example are left
                 out. None for an example for each row.
 
         Raises:

@@ -49,7 +49,7 @@ def activations(answer: Any) -> Captured:
 def put_vectors(engine: Any, vectors: Mapping[str, Tensor]) -> None:
     """Uploads vectors that plans name, as in `{"tensor": "joy"}`.
 
-    A name that was used before means the new vector in the requests to come.
+    If a name was used before, later requests with it use the new vector.
 
     Args:
         engine: an `Engine`.
@@ -79,7 +79,7 @@ def drop_vectors(engine: Any, names: Iterable[str]) -> None:
 def put_dictionaries(engine: Any, dictionaries: Iterable[Dictionary]) -> None:
     """Uploads dictionaries, which plans name as they do in JSON, by `Dictionary.name`.
 
-    A name that was used before means the new dictionary in the requests to come.
+    If a name was used before, later requests with it use the new dictionary.
 
     Args:
         engine: an `Engine`.

@@ -188,9 +188,7 @@ class SchedulerWorker(EngineWorker):
         names = [name for name, it in modules.table.items() if it.place or it.kind == "stream"]
         names += [name for name in modules.named.table if name.startswith("@resid_post.")]
         if not names:
-            msg = (
-                "no layer of the model was recognized whose output shows plans the residual stream"
-            )
+            msg = "no layer was found whose output is the residual stream that plans see"
             raise HookError(msg)
         stream = names[0]
         kinds = {name.partition(".")[0]: name for name in modules.named.table}

@@ -56,7 +56,7 @@ def activations(llm: Any, output: Any) -> Captured:
 def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     """Uploads vectors that plans name, as in `{"tensor": "joy"}`.
 
-    A name that was used before means the new vector in the requests to come.
+    If a name was used before, later requests with it use the new vector.
 
     Raises:
         HookError: plans are refused in this engine, with the reason; or a dictionary has the name.
@@ -79,7 +79,7 @@ def drop_vectors(llm: Any, names: Iterable[str]) -> None:
 def put_dictionaries(llm: Any, dictionaries: Iterable[Dictionary]) -> None:
     """Uploads dictionaries, which plans name as they do in JSON, by `Dictionary.name`.
 
-    A name that was used before means the new dictionary in the requests to come.
+    If a name was used before, later requests with it use the new dictionary.
 
     Raises:
         HookError: plans are refused in this engine, with the reason; or a vector has the name.

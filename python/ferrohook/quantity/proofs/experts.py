@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _EQUATION: Final = "mixture(experts, expert_weights) = sum of mixture(expert, weight) over them"
 _ALL: Final = "each token goes through all experts, some with a weight of 0"
-_NOWHERE: Final = "no module takes the numbers and weights of the experts where hooks can see them"
+_NOWHERE: Final = "no module takes the ids and weights of the experts where hooks can see them"
 _NO_ROUTER: Final = "its router is not proved"
 _ELSEWHERE: Final = "the module that returns them does not return the router's logits"
 _OTHER: Final = f"no router explains the weights, and {_EQUATION} fails for other weights"

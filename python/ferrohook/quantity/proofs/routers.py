@@ -26,10 +26,10 @@ _MOST_EXPERTS: Final = 4096
 _FUSED_DIMS: Final = 3
 
 NO_ROUTER: Final = (
-    "no module takes the numbers and weights of the experts, with a row for each position, so "
+    "no module takes the ids and weights of the experts, with a row for each position, so "
     "weights = f(router) cannot be checked"
 )
-_EQUAL: Final = "the weights of its experts are all equal, or 0, and say nothing about their router"
+_EQUAL: Final = "the weights of its experts are all equal, or 0, so they do not identify the router"
 FUSED: Final = "each token goes through its own experts, whose code contains the last projections"
 
 SEVERAL: Final = "the block has several mixtures of experts"
