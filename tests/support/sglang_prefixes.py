@@ -1,4 +1,4 @@
-"""Requests that share prefixes, in a scheduler of SGLang in this process, compared with transformers.
+"""Requests that share prefixes in a scheduler of SGLang, compared with transformers.
 
 `python -m support.sglang_prefixes --requests 400 --options '{"page_size": 16}'` prints a line of
 JSON; with `--system` of requests that have one long system prompt.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
 from pathlib import Path
@@ -42,13 +43,13 @@ class Slots:
     def __init__(self, local: Local, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._rows: dict[int, tuple[bool, Any]] = {}
-        """If a request with a plan wrote a slot, and the plan if that changed it."""
+        """If the request that wrote a slot has changes, and its plan if they changed this slot."""
         self._seen: set[int] = set()
         self.wrong: list[str] = []
         self.changed = 0
         """Cached tokens that requests read of their own plan."""
         self.of_plans = 0
-        """Cached tokens that requests without a plan read of requests with one."""
+        """Cached tokens that requests without changes read of requests with some."""
         runner = local.scheduler.tp_worker.model_runner
         self._tables = runner.req_to_token_pool.req_to_token
         self._inner: Callable[..., Any] = runner.forward
@@ -58,7 +59,9 @@ class Slots:
         ends = batch.seq_lens.tolist()
         counts = batch.extend_seq_lens_cpu or [1] * len(ends)
         for index, req in enumerate(batch.ferrohook_reqs):
-            self._run(req, self._tables[batch.req_pool_indices[index], : ends[index]], counts[index])
+            self._run(
+                req, self._tables[batch.req_pool_indices[index], : ends[index]], counts[index]
+            )
         return self._inner(batch, *args, **kwargs)
 
     def _run(self, req: Any, table: Any, count: int) -> None:
@@ -66,9 +69,9 @@ class Slots:
         is_spoilt = req.rid.startswith("spoilt")  # of which the third changes generated tokens
         job = Job([*req.origin_input_ids]) if is_spoilt else self._jobs[number]
         first = first_changed(job)
-        if is_spoilt and number % 3 == 2:  # noqa: PLR2004
+        if is_spoilt and number % 3 == 2:
             first = len(job.prompt)
-        planned = is_spoilt or job.plan is not None
+        changes = first < math.inf
         plan = (req.sampling_params.custom_params, first)
         slots = table.tolist()
         start = len(slots) - count
@@ -77,14 +80,14 @@ class Slots:
         for position, slot in enumerate(slots):
             own = plan if position >= first else None
             if position >= start:
-                self._rows[slot] = planned, own
+                self._rows[slot] = changes, own
                 continue
             of_plan, found = self._rows[slot]
             if found != own:
                 self.wrong.append(f"{req.rid} at {position}")
             if is_new:
                 self.changed += found is not None
-                self.of_plans += of_plan and not planned
+                self.of_plans += of_plan and not changes
 
 
 def border_numbers(local: Local, model: Any, requests: int, seed: int) -> dict[str, Any]:

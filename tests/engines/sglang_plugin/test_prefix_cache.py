@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
@@ -247,10 +246,10 @@ def test_without_the_moved_ids_requests_read_what_others_changed() -> None:
 
 def test_where_others_see_the_keys_plans_have_salts() -> None:
     """The events of the cache tell tokens."""
-    events = {"kv_events_config": '{"publisher": "null", "enable_kv_cache_events": true}'}
+    events = {"kv_events_config": '{"publisher": "zmq", "endpoint": "inproc://events"}'}
     found = run_script(events, "--requests", "32")
     assert found["wrong"] == found["wrong_reads"] == []
-    assert found["cached_of_plans"] == 0
+    assert found["cached_of_plans"] == 0 < found["cached_changed"]
     assert not found["moves"]
 
 
@@ -260,6 +259,16 @@ def test_a_system_prompt_is_cached_for_requests_with_different_vectors() -> None
     assert found["wrong"] == []
     assert found["answered"] == 64
     assert sum(found["cached"]) >= 0.95 * 64 * SYSTEM
+
+
+def test_the_self_test_finds_plans_that_share_what_they_change(
+    empty: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = empty.worker.loaded_model().modules
+    empty.worker._test_itself(modules)
+    monkeypatch.setattr(prefix_cache, "keys_of", lambda _plan, ids: ids)
+    with pytest.raises(fh.HookError, match="different plans shared keys and values"):
+        empty.worker._test_itself(modules)
 
 
 SPOILS = [

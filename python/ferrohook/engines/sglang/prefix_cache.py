@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from array import array
 from collections import OrderedDict
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from array import array
 
 _ID_BITS: Final = 32
 """Bits of a token id; the number of a plan is above them."""
