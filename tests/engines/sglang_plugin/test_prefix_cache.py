@@ -247,7 +247,7 @@ def test_without_the_moved_ids_requests_read_what_others_changed() -> None:
 def test_where_others_see_the_keys_plans_have_salts() -> None:
     """The events of the cache tell tokens."""
     events = {"kv_events_config": '{"publisher": "zmq", "endpoint": "inproc://events"}'}
-    found = run_script(events, "--requests", "32")
+    found = run_script(events, "--requests", "64")
     assert found["wrong"] == found["wrong_reads"] == []
     assert found["cached_of_plans"] == 0 < found["cached_changed"]
     assert not found["moves"]

@@ -356,13 +356,14 @@ class SchedulerWorker(EngineWorker):
         """Returns the plan of a request as the cache knows it, or gives the request a salt."""
         prompt = len(req.origin_input_ids)
         prefix = self._admission.prefix(read, prompt, self._reach)
+        of_client = req.cache_salt if self._numbers is None else None
+        salt = self._admission.salt(read, prompt, of_client)
         plan = CachedPlan(0, None, prefix.read)
-        if prefix.changed is None:
+        if prefix.changed is None or salt is None:
             return plan
         if self._numbers is None:
-            req.cache_salt = self._admission.salt(read, prompt, req.cache_salt)
+            req.cache_salt = salt
             return plan
-        salt = self._admission.salt(read, prompt)
         return plan._replace(number=self._numbers.find(salt), changed=prefix.changed)
 
     def _stream_gates(self, req: Any, request: EngineRequest) -> None:
