@@ -19,7 +19,7 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines.sglang import prefix_cache
-from ferrohook.engines.sglang.prefix_cache import CachedPlan, PlanNumbers
+from ferrohook.engines.sglang.prefix_cache import NumberedPlan, PlanNumbers
 from support.engine_scenes import NEW, PROMPT, VECTOR
 from support.engines import Change, Job
 from support.prefix_jobs import border_jobs
@@ -344,8 +344,8 @@ def test_numbers_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_have_the_number_from_the_first_changed_position_on() -> None:
     ids = array("q", [5, 2**31, 7])
     for changed, moved in ((0, 3), (1, 2), (2, 1), (3, 0), (9, 0), (None, 0)):
-        keys = prefix_cache.keys_of(CachedPlan(4, changed, None), ids)
+        keys = prefix_cache.keys_of(NumberedPlan(4, changed, None), ids)
         added = [key - token for key, token in zip(keys, ids, strict=True)]
         assert added == [0] * (3 - moved) + [4 << 32] * moved
-    assert prefix_cache.keys_of(CachedPlan(4, 0, None), array("q")) == array("q")
+    assert prefix_cache.keys_of(NumberedPlan(4, 0, None), array("q")) == array("q")
     assert ids == array("q", [5, 2**31, 7])

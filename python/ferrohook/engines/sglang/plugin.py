@@ -26,7 +26,7 @@ from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
 
 if TYPE_CHECKING:
-    from ferrohook.engines.sglang.prefix_cache import CachedPlan
+    from ferrohook.engines.sglang.prefix_cache import NumberedPlan
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_SGLANG"
@@ -122,12 +122,12 @@ def _describing(state: Any, scheduler: Any, question: Any) -> None:
         state.internal_state[NAME] = answer
 
 
-def _cached_plan(req: Any) -> CachedPlan | None:
-    found: CachedPlan | None = getattr(req, "ferrohook_cached", None)
+def _numbered_plan(req: Any) -> NumberedPlan | None:
+    found: NumberedPlan | None = getattr(req, "ferrohook_numbered", None)
     return found
 
 
-def _keys_of(plan: CachedPlan, ids: Any) -> Any:
+def _keys_of(plan: NumberedPlan, ids: Any) -> Any:
     """Returns ids as keys have them; None after a fault, which would end the scheduler."""
     try:
         return prefix_cache.keys_of(plan, ids)
@@ -138,20 +138,20 @@ def _keys_of(plan: CachedPlan, ids: Any) -> Any:
 
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
     """Has a request read no cached positions that its plan has to see."""
-    plan = _cached_plan(req)
+    plan = _numbered_plan(req)
     return limit if plan is None or plan.read is None else min(limit, plan.read)
 
 
 def _keying(original: Any, cache: Any, req: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Has a request look up the keys of its plan."""
-    if (plan := _cached_plan(req)) is not None:
+    if (plan := _numbered_plan(req)) is not None:
         ids = _keys_of(plan, ids) or array("q")  # which finds nothing
     return original(cache, req, ids, *args, **kwargs)
 
 
 def _sharing(original: Any, cache: Any, req: Any, **kwargs: Any) -> None:
     """Has the tree take the tokens of a request with the keys of its plan."""
-    if (plan := _cached_plan(req)) is None:
+    if (plan := _numbered_plan(req)) is None:
         original(cache, req, **kwargs)
         return
     own = req.full_untruncated_fill_ids, req.origin_input_ids

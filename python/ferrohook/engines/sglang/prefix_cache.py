@@ -30,8 +30,8 @@ _numbers: Final = itertools.count(1)
 """Numbers of this process. None is used twice: the tree may still have what its last user wrote."""
 
 
-class CachedPlan(NamedTuple):
-    """A plan as the prefix cache of its request's engine knows it."""
+class NumberedPlan(NamedTuple):
+    """A plan as the prefix cache of its request's scheduler knows it."""
 
     number: int
     """Upper bits of the ids whose keys and values it may have changed."""
@@ -85,7 +85,7 @@ def check_tokens(ids: array[int]) -> None:
         raise ValueError(msg)
 
 
-def keys_of(plan: CachedPlan, ids: array[int]) -> array[int]:
+def keys_of(plan: NumberedPlan, ids: array[int]) -> array[int]:
     """Returns the first ids of a request as its keys have them."""
     if plan.changed is None or plan.changed >= len(ids):
         return ids

@@ -30,7 +30,7 @@ from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.rewriting import cloning
 from ferrohook.engines.sglang.options import SglangOptions
-from ferrohook.engines.sglang.prefix_cache import CachedPlan, PlanNumbers, can_move, check_tokens
+from ferrohook.engines.sglang.prefix_cache import NumberedPlan, PlanNumbers, can_move, check_tokens
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.uploads import UploadsOfPlan
@@ -72,7 +72,7 @@ class SchedulerWorker(EngineWorker):
     """Plans of the requests of one scheduler.
 
     A request has two attributes of ours: `ferrohook`, its name here (clients choose `rid`, and two
-    may be alike), and `ferrohook_cached`, its `CachedPlan`. Both are None without a plan.
+    may be alike), and `ferrohook_numbered`, its `NumberedPlan`. Both are None without a plan.
 
     Args:
         scheduler: the `Scheduler`.
@@ -316,7 +316,7 @@ class SchedulerWorker(EngineWorker):
         """
         if hasattr(req, "ferrohook"):  # it was retracted
             return
-        req.ferrohook = req.ferrohook_cached = None
+        req.ferrohook = req.ferrohook_numbered = None
         if self._numbers is not None:
             check_tokens(req.origin_input_ids)
         params = getattr(req.sampling_params, "custom_params", None)
@@ -348,17 +348,17 @@ class SchedulerWorker(EngineWorker):
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
         req.ferrohook = name
-        req.ferrohook_cached = self._cached_plan(read, req)
+        req.ferrohook_numbered = self._numbered_plan(read, req)
         if req.stream:
             self._stream_gates(req, self.requests[name])
 
-    def _cached_plan(self, read: ReadPlan, req: Any) -> CachedPlan:
+    def _numbered_plan(self, read: ReadPlan, req: Any) -> NumberedPlan:
         """Returns the plan of a request as the cache knows it, or gives the request a salt."""
         prompt = len(req.origin_input_ids)
         prefix = self._admission.prefix(read, prompt, self._reach)
         of_client = req.cache_salt if self._numbers is None else None
         salt = self._admission.salt(read, prompt, of_client)
-        plan = CachedPlan(0, None, prefix.read)
+        plan = NumberedPlan(0, None, prefix.read)
         if prefix.changed is None or salt is None:
             return plan
         if self._numbers is None:
