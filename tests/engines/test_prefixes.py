@@ -122,6 +122,10 @@ def test_gated_changes_start_where_their_gates_have_values(
 def test_changes_after_the_last_attention_reach_no_keys_and_values() -> None:
     assert prefix(change(3, "2")) == (None, None)
     assert prefix(change(3, ["1", "2"])) == (3, None)  # type: ignore[arg-type]
+    # But they can hide rows that another change has spoilt.
+    assert prefix(change(5), change(3, "2")) == (3, None)
+    assert prefix(change(5), change(7, "2")) == (5, None)
+    assert prefix(change(slice(5, 5)), change(3, "2")) == (None, None)
     assert prefix(change(3, "2", phase="forward_pre")) == (3, None)
     after = CacheReach(causal=True, inputs=frozenset({"2"}))
     assert prefix(change(3, "2", phase="forward_pre"), reach=after) == (None, None)

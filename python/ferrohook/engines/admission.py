@@ -10,7 +10,7 @@ import torch
 
 from ferrohook._core import needs_prompt
 from ferrohook.engines.prefixes import Prefix, prefix_of
-from ferrohook.engines.rewriting import reaches_back, rewritten
+from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -52,12 +52,6 @@ class ReadPlan(NamedTuple):
     def changes(self) -> list[HookEntry]:
         """The entries that may change rows."""
         return [entry for entry in self.plan.entries if isinstance(entry, HookEntry)]
-
-    @property
-    def reaches_back(self) -> bool:
-        """True if it captures or reads positions that may be in a cache."""
-        entries = self.plan.entries
-        return any(not isinstance(it, HookEntry) and reaches_back(it.at) for it in entries)
 
     def __deepcopy__(self, _memo: object) -> ReadPlan:
         return self  # engines copy parameters

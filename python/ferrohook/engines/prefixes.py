@@ -32,7 +32,8 @@ def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) 
 
     - `on` changes from its first position on, and with `when` or `strength` not before its gates
       have values: with `over="prompt"` from the last token of the prompt on, with `lag=1` from the
-      first generated token on. After the last attention it changes no keys and values.
+      first generated token on. After the last attention it changes no keys and values, but the rows
+      that the check of a step sees: there it can hide rows that NaN of later ones has spoilt.
     - `keep` and gates read from their first position on. `keep("@gate.NAME")` and `stop` read what
       their gates read.
 
@@ -43,13 +44,15 @@ def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) 
         reach: which of their changes reach keys and values.
     """
     gates = gates_of(plan.entries)
-    changed = _earliest(
-        _first_change(entry, gates, prompt)
+    changes = [
+        (first, reach.includes(entry, modules))
         for entry in plan.entries
-        if isinstance(entry, HookEntry) and reach.includes(entry, modules)
-    )
-    if changed is not None and not reach.causal:
-        changed = 0
+        if isinstance(entry, HookEntry)
+        and (first := _first_change(entry, gates, prompt)) is not None
+    ]
+    changed = None
+    if any(reaches for _, reaches in changes):
+        changed = min(first for first, _ in changes) if reach.causal else 0
     reading = (it for it in plan.entries if isinstance(it, GateEntry | KeepEntry) and it.has_places)
     return Prefix(changed, _earliest(first_of(it.at, prompt) for it in reading))
 

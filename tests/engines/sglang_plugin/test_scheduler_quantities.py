@@ -88,7 +88,7 @@ def test_a_worker_whose_quantities_are_of_other_rows_serves_no_plans(
 
     def mixed(*asked: Any) -> list[dict[str, torch.Tensor]]:
         found = captured(*asked)
-        if len(asked) > 1:
+        if len(found) > 1:
             found[0]["@z.3"] = found[1]["@z.3"]
         return found
 

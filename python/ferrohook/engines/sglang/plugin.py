@@ -3,9 +3,10 @@
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
 were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
 `abort_request`, `process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
-`ForwardBatch.init_new`, `ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the
-front end: `TokenizerManager.__init__`, `generate_request` and `update_request_meta_info`, and of
-the OpenAI routes the methods that build an answer or a stream.
+`_req_radix_key`, `UnifiedRadixCache.checkpoint_into_tree`, `ForwardBatch.init_new`,
+`ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the front end:
+`TokenizerManager.__init__`, `generate_request` and `update_request_meta_info`, and of the OpenAI
+routes the methods that build an answer or a stream.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import logging
 import os
 import sys
 import weakref
-from typing import Any, Final
+from array import array
+from typing import TYPE_CHECKING, Any, Final
 
+from ferrohook.engines.sglang import prefix_cache
 from ferrohook.engines.sglang.front_end import answered, generating, reporting, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import NAME
+
+if TYPE_CHECKING:
+    from ferrohook.engines.sglang.prefix_cache import NumberedPlan
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_SGLANG"
@@ -38,6 +44,12 @@ def register() -> None:
         ("managers.scheduler.Scheduler.process_batch_result", _processing, "BEFORE"),
         ("managers.scheduler.Scheduler.get_internal_state", _describing, "AFTER"),
         ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
+        ("mem_cache.common._req_radix_key", _keying, "AROUND"),
+        (
+            "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
+            _sharing,
+            "AROUND",
+        ),
         ("model_executor.forward_batch_info.ForwardBatch.init_new", _batched, "AFTER"),
         ("model_executor.model_runner.ModelRunner.forward", _forwarding, "AROUND"),
         (
@@ -110,8 +122,47 @@ def _describing(state: Any, scheduler: Any, question: Any) -> None:
         state.internal_state[NAME] = answer
 
 
+def _numbered_plan(req: Any) -> NumberedPlan | None:
+    found: NumberedPlan | None = getattr(req, "ferrohook_numbered", None)
+    return found
+
+
+def _keys_of(plan: NumberedPlan, ids: Any) -> Any:
+    """Returns ids as keys have them; None after a fault, which would end the scheduler."""
+    try:
+        return prefix_cache.keys_of(plan, ids)
+    except Exception:  # noqa: BLE001 (the request shares less)
+        _LOG.exception("ferrohook failed while the cache was used")
+        return None
+
+
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
-    return 0 if getattr(req, "ferrohook_rereads", False) else limit
+    """Has a request read no cached positions that its plan has to see."""
+    plan = _numbered_plan(req)
+    return limit if plan is None or plan.read is None else min(limit, plan.read)
+
+
+def _keying(original: Any, cache: Any, req: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has a request look up the keys of its plan."""
+    if (plan := _numbered_plan(req)) is not None:
+        ids = _keys_of(plan, ids) or array("q")  # which finds nothing
+    return original(cache, req, ids, *args, **kwargs)
+
+
+def _sharing(original: Any, cache: Any, req: Any, **kwargs: Any) -> None:
+    """Has the tree take the tokens of a request with the keys of its plan."""
+    if (plan := _numbered_plan(req)) is None:
+        original(cache, req, **kwargs)
+        return
+    own = req.full_untruncated_fill_ids, req.origin_input_ids
+    keys = [_keys_of(plan, ids) for ids in own]
+    if None in keys:
+        return  # as if it had skip_radix_cache_insert
+    req.full_untruncated_fill_ids, req.origin_input_ids = keys
+    try:
+        original(cache, req, **kwargs)
+    finally:
+        req.full_untruncated_fill_ids, req.origin_input_ids = own
 
 
 def _batched(forward_batch: Any, _class: type, batch: Any, *_args: Any, **_kwargs: Any) -> None:

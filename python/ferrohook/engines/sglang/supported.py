@@ -28,8 +28,8 @@ CAPABILITIES: Final = Capabilities(
         "CUDA graphs": "a replayed graph does not run hooks: start with disable_cuda_graph=True",
         "compilation": "a compiled graph does not contain hooks: leave out enable_torch_compile",
         "speculative decoding": "rows of rejected drafts are not tokens; not tested",
-        "disaggregated prefill": "a transfer may ignore the cache salt of a plan; not tested",
-        "hierarchical caches": "they may ignore the cache salt of a plan; not tested",
+        "disaggregated prefill": "a transfer may ignore the plan of a request; not tested",
+        "caches outside the device": "they may ignore the plan of a request; not tested",
         "overlapped batches": "a forward has only some of the rows; not tested",
         "diffusion": "a forward reruns tokens that may still change",
         "LoRA": "not tested",
@@ -74,7 +74,12 @@ def refusals(scheduler: Any, args: Any) -> dict[str, str]:
         "compilation": has("enable_torch_compile"),
         "speculative decoding": has("speculative_algorithm"),
         "disaggregated prefill": getattr(args, "disaggregation_mode", "null") != "null",
-        "hierarchical caches": has("enable_hierarchical_cache", "enable_lmcache"),
+        "caches outside the device": has(
+            "enable_hierarchical_cache",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+        ),
         "overlapped batches": has(
             "enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"
         ),

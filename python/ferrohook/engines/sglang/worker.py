@@ -23,12 +23,14 @@ import torch
 from ferrohook.attach.attention import attended
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
+from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, SampledLogits
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.rewriting import cloning
 from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.sglang.prefix_cache import NumberedPlan, PlanNumbers, can_move, check_tokens
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.uploads import UploadsOfPlan
@@ -53,13 +55,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook.engines.model.modules import ModuleTable, NamedTensors
+    from ferrohook.engines.admission import ReadPlan
+    from ferrohook.engines.model.modules import ModuleTable
     from ferrohook.engines.requests import EngineRequest
     from ferrohook.gates.streaming import GateValues
     from ferrohook.plans import Prepared
     from ferrohook.rows.batches import GatheredModule
 
 _LOG: Final = logging.getLogger("ferrohook")
+_LONGEST: Final = 600
+"""Most tokens of a page that the self-test fills."""
 _names: Final = itertools.count()
 
 
@@ -67,7 +72,7 @@ class SchedulerWorker(EngineWorker):
     """Plans of the requests of one scheduler.
 
     A request has two attributes of ours: `ferrohook`, its name here (clients choose `rid`, and two
-    may be alike), and `ferrohook_rereads`, True if it reads no cached position.
+    may be alike), and `ferrohook_numbered`, its `NumberedPlan`. Both are None without a plan.
 
     Args:
         scheduler: the `Scheduler`.
@@ -86,6 +91,9 @@ class SchedulerWorker(EngineWorker):
         """Slots of the keys and values of the running step's rows."""
         self._dictionaries: dict[str, Any] = {}
         """Uploaded dictionaries, by digest."""
+        self._numbers: PlanNumbers | None = None
+        """None where plans have salts: all ids in the keys of the cache must be tokens."""
+        self._reach = CacheReach()
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -96,9 +104,10 @@ class SchedulerWorker(EngineWorker):
             HookError: it serves no plans, with the reason.
         """
         self._runner = self._scheduler.tp_worker.model_runner
-        context = importlib.import_module("sglang.srt.runtime_context")
-        if refused := refusals(self._scheduler, context.get_server_args()):
+        args = importlib.import_module("sglang.srt.runtime_context").get_server_args()
+        if refused := refusals(self._scheduler, args):
             raise HookError(CAPABILITIES.explain(refused))
+        self._numbers = PlanNumbers() if can_move(self._scheduler.tree_cache, args) else None
         try:
             options = SglangOptions.of_environment()
         except ValueError as error:
@@ -112,7 +121,10 @@ class SchedulerWorker(EngineWorker):
         layers = stream_layers(model, self._run_alone)
         modules = observe(model, self._run_alone, _heads_of)
         self._points = StreamPoints(model, layers, self.failing)
-        named = dataclasses.replace(self._look(model), logits=self._observed_logits(processor))
+        with self._all_points():
+            named = look_at(model, self._run_alone, _heads_of, self._points.places, _factor_of)
+            self._reach = self._observed_reach(model)
+        named = dataclasses.replace(named, logits=self._observed_logits(processor))
         modules = modules.with_places(self._points.places).with_quantities(named)
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.serve(model, modules)
@@ -134,14 +146,24 @@ class SchedulerWorker(EngineWorker):
                 layer: Any = each.module
                 layer.add_module("attn", instances[layer.layer_idx])
 
-    def _look(self, model: nn.Module) -> NamedTensors:
-        """Proves the model's quantities, with the hook points of all layers in use."""
-        places = self._points.places
-        self._points.wanted = places.values()
+    @contextlib.contextmanager
+    def _all_points(self) -> Iterator[None]:
+        """Has the hook points of all layers see the stream."""
+        self._points.wanted = self._points.places.values()
         try:
-            return look_at(model, self._run_alone, _heads_of, places, _factor_of)
+            yield
         finally:
             self._points.wanted = ()
+
+    def _observed_reach(self, model: nn.Module) -> CacheReach:
+        """Observes which changes reach cached keys and values.
+
+        Speculative decoding is refused: the keys and values of a drafter may be made of the last
+        hidden states.
+        """
+        layers = [module for module in model.modules() if isinstance(module, _attention())]
+        causal = all(it.attn_type.value == "decoder" for it in layers)
+        return observe_reach(model, self._run_alone, layers, causal=causal)
 
     def _observed_logits(self, processor: nn.Module) -> SampledLogits:
         """Looks at the logits that the model returns."""
@@ -178,9 +200,9 @@ class SchedulerWorker(EngineWorker):
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
 
-        Two in one batch, one of them changed at some positions; then the second one unchanged. It
-        must not reuse the changed keys and values of the same tokens. All capture the stream after
-        a layer, and a quantity of each kind.
+        Two in one batch, one of them changed at some positions. Both capture the stream after a
+        layer, and a quantity of each kind. Then requests of the same tokens, one after the other,
+        with a change and without one: none must read keys and values of another.
 
         Raises:
             HookError: they are not the rows of the requests.
@@ -196,32 +218,53 @@ class SchedulerWorker(EngineWorker):
         plain = Plan(keep([stream, *kinds.values()]))
         changing = Plan(on(stream, Add(torch.ones(1)), at=slice(1, 4)), *plain.entries)
         first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
-        alone = [self._captured((each, plain))[0] for each in (first, second)]
-        both = self._captured((first, plain), (second, changing))
-        (again,) = self._captured((second, plain))
+        alone = [self._captured([(each, plain)])[0] for each in (first, second)]
+        both = self._captured([(first, plain), (second, changing)])
         changed = alone[1][stream].clone()
         changed[1:4] += 1
-        for found, expected in (
-            (both[0], alone[0]),
-            (both[1], {stream: changed}),
-            (again, alone[1]),
-        ):
+        for found, expected in ((both[0], alone[0]), (both[1], {stream: changed})):
             for name, right in expected.items():
                 if found[name].shape != right.shape or not torch.allclose(
                     found[name].float(), right.float(), rtol=1e-2, atol=1e-2
                 ):
                     msg = f"the self-test failed: a request captured wrong rows of {name!r}"
                     raise HookError(msg)
+        self._test_cache(stream, names[-1], alone[0][stream].float().abs().mean())
 
-    def _captured(self, *asked: tuple[Iterable[int], Plan]) -> list[dict[str, Tensor]]:
-        """Runs requests with plans; returns what each captured."""
-        reqs = []
-        for tokens, plan in asked:
-            reqs.append(_request(tokens))
-            reqs[-1].sampling_params.custom_params = {NAME: plan.to_json()}
-        self._run(reqs)
+    def _test_cache(self, stream: str, last: str, magnitude: Tensor) -> None:
+        """Compares requests that find the keys and values of others with the same tokens.
+
+        Args:
+            stream: a layer whose output some of them change.
+            last: the last layer.
+            magnitude: of numbers of the stream.
+
+        Raises:
+            HookError: one has read what another's plan changed, or not what its own did.
+        """
+        page = max(self._scheduler.tree_cache.page_size, OBSERVED_ROWS)
+        if page > _LONGEST:
+            return
+        tokens = [1 + token % OBSERVED_ROWS for token in range(page + OBSERVED_ROWS)]
+        add = on(stream, Add(4 * magnitude[None]), at=slice(1, page))
+        plain, steered = ((tokens, Plan(*it, keep(last, at="last_prompt"))) for it in ([], [add]))
+
+        def end_of(*asked: tuple[Iterable[int], Plan]) -> list[Tensor]:
+            return [acts[last].float() for acts in self._captured(*([each] for each in asked))]
+
+        rows = end_of(steered, plain, steered)
+        (right,) = end_of(plain)
+        effect = torch.dist(rows[0], right)
+        if max(torch.dist(rows[1], right), torch.dist(rows[2], rows[0])) > effect / 4:
+            msg = "the self-test failed: requests with different plans shared keys and values"
+            raise HookError(msg)
+
+    def _captured(self, *batches: Iterable[tuple[Iterable[int], Plan]]) -> list[dict[str, Tensor]]:
+        """Runs batches of requests with plans, one after the other; returns what each captured."""
+        sent = [[_request(tokens, plan) for tokens, plan in batch] for batch in batches]
+        self._run(*sent)
         found = []
-        for req in reqs:
+        for req in (req for batch in sent for req in batch):
             if not (req.customized_info or {}).get(FIELD):
                 msg = f"the self-test failed: {req.finished_reason}"
                 raise HookError(msg)
@@ -234,27 +277,32 @@ class SchedulerWorker(EngineWorker):
         self._run([_request(OBSERVED_IDS)])
 
     @torch.no_grad()
-    def _run(self, reqs: Iterable[Any]) -> None:
-        """Runs requests of the scheduler's process to their ends."""
+    def _run(self, *batches: Iterable[Any]) -> None:
+        """Runs batches of requests of the scheduler's process to their ends; empties the cache."""
         scheduler, streamer = self._scheduler, self._scheduler.output_streamer
         sender, streamer.send_to_detokenizer = streamer.send_to_detokenizer, _Nowhere()
         try:
-            for req in reqs:
-                scheduler.init_req_max_new_tokens(req)
-                scheduler._add_request_to_queue(req)
-            while True:
-                plan = scheduler.get_next_batch_to_run(
-                    running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-                )
-                scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-                if batch:
-                    scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-                scheduler.last_batch = batch
-                if not batch:
-                    break
+            for batch in batches:
+                self._run_batch(batch)
         finally:
             streamer.send_to_detokenizer = sender
             scheduler.flush_cache()
+
+    def _run_batch(self, reqs: Iterable[Any]) -> None:
+        scheduler = self._scheduler
+        for req in reqs:
+            scheduler.init_req_max_new_tokens(req)
+            scheduler._add_request_to_queue(req)
+        while True:
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+            if batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
+            if not batch:
+                return
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -262,11 +310,13 @@ class SchedulerWorker(EngineWorker):
         """Opens the plan of a request that comes into the queue, if it has one.
 
         Raises:
-            HookError, ValueError: the plan is bad or refused, or the request has a salt of ours.
+            HookError, ValueError: the plan is bad or refused, or the request has keys of ours.
         """
         if hasattr(req, "ferrohook"):  # it was retracted
             return
-        req.ferrohook = None
+        req.ferrohook = req.ferrohook_numbered = None
+        if self._numbers is not None:
+            check_tokens(req.origin_input_ids)
         params = getattr(req.sampling_params, "custom_params", None)
         custom = params if isinstance(params, dict) else {}
         if req.to_finish is None:
@@ -290,18 +340,29 @@ class SchedulerWorker(EngineWorker):
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
-        salt = self._admission.salt(read, prompt, req.cache_salt)
-        req.ferrohook_rereads = read.reaches_back
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
         # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
         req.ferrohook = name
-        if salt is not None:
-            req.cache_salt = salt
+        req.ferrohook_numbered = self._numbered_plan(read, req)
         if req.stream:
             self._stream_gates(req, self.requests[name])
+
+    def _numbered_plan(self, read: ReadPlan, req: Any) -> NumberedPlan:
+        """Returns the plan of a request as the cache knows it, or gives the request a salt."""
+        prompt = len(req.origin_input_ids)
+        prefix = self._admission.prefix(read, prompt, self._reach)
+        of_client = req.cache_salt if self._numbers is None else None
+        salt = self._admission.salt(read, prompt, of_client)
+        plan = NumberedPlan(0, None, prefix.read)
+        if prefix.changed is None or salt is None:
+            return plan
+        if self._numbers is None:
+            req.cache_salt = salt
+            return plan
+        return plan._replace(number=self._numbers.find(salt), changed=prefix.changed)
 
     def _stream_gates(self, req: Any, request: EngineRequest) -> None:
         """Has the values of a request's kept gates go with the tokens that its client reads."""
@@ -510,21 +571,26 @@ def _matched(gate: str) -> Any:
     return batches.FINISH_MATCHED_STR(gate)
 
 
-def _request(tokens: Iterable[int]) -> Any:
+def _request(tokens: Iterable[int], plan: Plan | None = None) -> Any:
     """Makes a request that ends with its prompt."""
     batches = importlib.import_module("sglang.srt.managers.schedule_batch")
     sampling = importlib.import_module("sglang.srt.sampling.sampling_params")
     params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     params.normalize(None)
+    params.custom_params = None if plan is None else {NAME: plan.to_json()}
     return batches.Req("ferrohook-test", "", array("q", tokens), params)
 
 
 def _heads_of(module: Any) -> HeadSizes | None:
     """Returns the heads of what SGLang calls as attention(q, k, v), None for any other module."""
-    attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
-    if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
+    if not isinstance(module, _attention()) or module.v_head_dim != module.head_dim:
         return None
     return HeadSizes(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
+
+
+def _attention() -> Any:
+    """Returns the class of the modules that write keys and values."""
+    return importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
 
 
 def _factor_of(router: nn.Module) -> float:
