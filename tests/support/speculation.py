@@ -22,7 +22,6 @@ WORDS = 12
 """Tokens of a text, at most: so few that it repeats itself."""
 DRAFTS = 4
 METHODS = ("draft_model", "eagle", "ngram")
-"""ngram imports numba, after which vLLM 0.32 starts no drafter with a model in the same process."""
 
 
 def save_repeating_model(folder: Path) -> Any:

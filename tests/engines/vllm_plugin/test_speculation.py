@@ -299,7 +299,7 @@ def test_rows_of_rejected_drafts_may_be_nan(
     plans |= {"fails": fails}
     outputs = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
     assert outputs["fails"].outputs[0].finish_reason == "error"
-    assert len(outputs["fails"].outputs[0].token_ids) == 2
+    assert len(outputs["fails"].outputs[0].token_ids) == 3
     assert [*outputs["kept"].outputs[0].token_ids] == texts[0]
     monkeypatch.setattr(steps, "retry", lambda *_args: None)
     again = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
