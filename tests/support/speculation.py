@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -16,12 +17,10 @@ from support.serving import EOS, LAYERS, VOCABULARY, WIDTH, save_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
 WORDS = 12
 """Tokens of a text, at most: so few that it repeats itself."""
 DRAFTS = 4
-METHODS = ("draft_model", "eagle", "ngram")
+METHODS = ("draft_model", "eagle", "ngram", "suffix")
 
 
 def save_repeating_model(folder: Path) -> Any:
@@ -45,6 +44,9 @@ def save_repeating_model(folder: Path) -> Any:
 def speculative_config(method: str, folder: Path) -> dict[str, Any]:
     """Settings of a method; a model that drafts for itself is right unless a plan changes it."""
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
+    if method == "suffix":
+        pytest.importorskip("arctic_inference", reason="suffix needs arctic-inference")
+        return config
     if method == "ngram":
         return config | {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     return config | {"model": str(folder / "eagle" if method == "eagle" else folder)}

@@ -405,7 +405,9 @@ def _safely(default: T, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except Exception:  # noqa: BLE001 (the engine goes on)
-        _LOG.exception("ferrohook failed at the prefix cache, so a request with a plan shares less")
+        _LOG.exception(
+            "ferrohook failed in the scheduler: a request shares less, or its stream lacks values"
+        )
         return default
 
 
@@ -453,7 +455,7 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
         _safely(None, prefix_cache.evict, self, report.failed.keys())
     unchecked = report.failed.keys() | report.retried
     _safely(None, prefix_cache.share, self, scheduler_output, unchecked)
-    steps.note_gates(self, report.gates)
+    _safely(None, steps.note_gates, self, report.gates)
     steps.retry(self, report.retried)
     # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
     # token that a plan ends with.
@@ -467,7 +469,7 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
         made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
         made[client].outputs.append(answer)
     answers = itertools.chain.from_iterable(each.outputs for each in made.values())
-    steps.add_gates(self, answers, {answer.request_id for _, answer in ended})
+    _safely(None, steps.add_gates, self, answers, {answer.request_id for _, answer in ended})
     return made
 
 
