@@ -98,6 +98,16 @@ def test_each_value_is_taken_once_in_order_and_before_its_end() -> None:
     assert stream.take() == {}
 
 
+def test_values_of_rejected_drafts_are_replaced() -> None:
+    stream = GateStream()
+    stream.note("g", [0, 1, 2, 3], [0.0, 1.0, 9.0, 9.0])
+    assert stream.take(3) == {"g": {"positions": [0, 1, 2], "values": [0.0, 1.0, 9.0]}}
+    stream.take_back(2)
+    assert stream.take() == {}
+    stream.note("g", [1, 2, 3], [9.0, 2.0, 3.0])
+    assert stream.take() == values(2, 3)
+
+
 def test_all_values_are_json() -> None:
     stream = GateStream()
     stream.note("g", [0, 1, 2, 3], [nan, inf, -inf, 0.1])

@@ -75,6 +75,9 @@ def start(folder: Path, **options: Any) -> Any:
         # Of V2's kernels, which Triton's interpreter has no use for.
         "kernel_config": {"enable_jit_warmup": False},
     }
+    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        # vLLM looks for kernels in the values of all modules; this one's has no attributes.
+        ffi.lib._fntab["__dict__"] = {}
     before = {*psutil.Process().children(recursive=True)}
     try:
         return LLM(model=str(folder), **(defaults | options))

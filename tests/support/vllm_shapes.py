@@ -34,7 +34,11 @@ def config(**changes: Any) -> Any:
             **{name: changes.pop(name, 0) for name in ("mode", "cudagraph_mode")}
         ),
         device_config=types.SimpleNamespace(device_type=changes.pop("device_type", "cpu")),
-        scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=32),
+        scheduler_config=types.SimpleNamespace(
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            async_scheduling=changes.pop("async_scheduling", False),
+        ),
         **{
             "speculative_config": None,
             "kv_transfer_config": None,

@@ -13,7 +13,8 @@ import torch
 
 from ferrohook.captures.cache import ActivationCache
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.entries import GateEntry, HookEntry, KeepEntry
+from ferrohook.tokens.sequences import OF_REQUEST
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class EngineRequest:
     """Position after its last row."""
     tokens: int = dataclasses.field(init=False, default=0)
     """Tokens that ran."""
+    drafts: int = dataclasses.field(init=False, default=0)
+    """Drafts among the last rows that ran, until `decide` learns how many were accepted."""
     error: BaseException | None = dataclasses.field(init=False, default=None)
     """Why its plan failed."""
     valid: int = dataclasses.field(init=False, default=0)
@@ -136,16 +139,42 @@ class EngineRequest:
         ):
             self.opened.gates.stream = self.gate_stream = stream
 
-    def run(self, position: int, rows: int) -> None:
-        """Notes that a step runs its rows from a position on."""
+    def run(self, position: int, rows: int, drafts: int = 0) -> None:
+        """Notes that a step runs its rows from a position on, of which the last ones are drafts."""
         self.start = min(self.start, position)
         self.end = position + rows
         self.tokens = max(self.tokens, self.end)
+        self.drafts = drafts
+
+    def decide(self, tokens: int) -> None:
+        """Takes back the readings of drafts that were rejected.
+
+        Rows that were captured need not be: the tokens that follow replace them, or their positions
+        are past the end.
+
+        Args:
+            tokens: number of tokens of prompt and answer. The last one took the place of the first
+                rejected draft, if there was one.
+        """
+        drafts, self.drafts = self.drafts, 0
+        if drafts and self.opened is not None:
+            if any(isinstance(entry, GateEntry) for entry in self.opened.entries):
+                self.opened.gates.take_back(tokens - 1, OF_REQUEST)
+            if self.gate_stream is not None:
+                self.gate_stream.take_back(tokens - 1)
 
     def fail(self, error: BaseException) -> None:
         """Ends it for a reason."""
         self.error = error
         self.valid = max(0, self.end - self.prompt_length)
+
+    def reopen(self) -> None:
+        """Opens its plan anew after a failure, for a request all of whose tokens run again."""
+        self.close()
+        if self.prepared is not None:
+            self.opened = self.prepared.open()
+        if self.opened is not None and self.gate_stream is not None:
+            self.opened.gates.stream = self.gate_stream
 
     def close(self) -> None:
         """Stops its hooks and captures."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
     from ferrohook.engines.support import Capabilities
     from ferrohook.engines.wire import Upload
+    from ferrohook.gates.state import Stopped
     from ferrohook.plans import Plan, Prepared, Request
     from ferrohook.rows.batches import GatheredModule
 
@@ -78,9 +79,14 @@ class EngineWorker:
         self._sampled: list[tuple[EngineRequest, Span]] = []
         """Those with gates that read logits, and their row among the step's rows of logits."""
         self._sampling = 0
-        """Number of the step's rows of logits: one for each request."""
-        self._stopped: dict[str, str] = {}
-        """Gates that ended requests in the last step."""
+        """Number of the step's rows of logits: one for each request and each draft."""
+        self._drafts: Mapping[str, Collection[int]] = {}
+        """Drafts of the next step by request: tokens of its last rows, each of which may be
+        rejected."""
+        self._stopped: dict[str, Stopped] = {}
+        """Ends of requests by a `stop` of their plans, in the last step."""
+        self._retried: set[str] = set()
+        """Requests for which the last step counts for nothing."""
         self._failed: list[EngineRequest] = []
         """Requests whose failures the engine does not know yet."""
 
@@ -153,10 +159,21 @@ class EngineWorker:
             _LOG.log(level, "ferrohook: request %s: %s", request.name, request.reason)
         return {request.name: request.reason for request in failed}
 
-    def stops(self) -> dict[str, str]:
-        """Returns the requests that a `stop` of their plans ended in the last step, by its gate."""
+    def stops(self) -> dict[str, Stopped]:
+        """Returns the requests that a `stop` of their plans ended in the last step.
+
+        Unless that is at a draft, and the draft is rejected.
+        """
         stopped, self._stopped = self._stopped, {}
         return stopped
+
+    def retries(self) -> set[str]:
+        """Returns the requests that have to run again, as if the last step had not been.
+
+        They failed, perhaps because of drafts that are rejected: the first step runs without.
+        """
+        retried, self._retried = self._retried, set()
+        return retried
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -225,24 +242,30 @@ class EngineWorker:
             counts: rows of each.
             positions: position of the first row of each.
         """
-        self._in_step, self._stopped = [], {}
-        self._sampled, self._sampling = [], len(request_ids)
+        self._in_step, self._stopped, self._retried = [], {}, set()
+        self._sampled, self._sampling = [], 0
         if not self.requests:
             return
         in_step, row = [], 0
         steps = zip(request_ids, counts, positions, strict=True)
-        for number, (request_id, count, position) in enumerate(steps):
+        for request_id, count, position in steps:
             request = None if request_id is None else self.requests.get(request_id)
+            drafts = 0 if request_id is None else len(self._drafts.get(request_id, ()))
             rows = int(count)
             if request is not None and request.opened is not None:
                 first = int(position)
-                request.run(first, rows)
+                request.run(first, rows, drafts)
                 span = Span(request.name, row, rows, first, request.prompt_length)
                 in_step.append((request, span))
                 if request.reads_logits:
-                    last = span._replace(first_row=number, rows=1, position=request.end - 1)
+                    last = span._replace(
+                        first_row=self._sampling,
+                        rows=1 + drafts,
+                        position=request.end - 1 - drafts,
+                    )
                     self._sampled.append((request, last))
             row += rows
+            self._sampling += 1 + drafts
         self._in_step = in_step
 
     @contextlib.contextmanager
@@ -266,7 +289,7 @@ class EngineWorker:
         if sampled and rows != self._sampling:
             msg = (
                 f"a gate cannot read logits where the engine computes {rows} rows of them for "
-                f"{self._sampling} requests"
+                f"{self._sampling} tokens"
             )
             for request, _ in sampled:
                 self.fail(request, HookError(msg))
@@ -295,11 +318,20 @@ class EngineWorker:
         with self.failing(requests):
             around.close()
         with self.failing(requests):
-            for request in requests:
+            for request, span in members:
                 if (error := request.failure) is not None:
-                    self.fail(request, error)
-                elif (stopped := request.stopped) is not None:
-                    self._stopped[request.name] = stopped.gate
+                    # Logits that were read are not computed again.
+                    if request.drafts and not request.reads_logits:
+                        request.reopen()
+                        self._retried.add(request.name)
+                    else:
+                        self.fail(request, error)
+                elif (
+                    (stopped := request.stopped) is not None
+                    and request.name not in self._retried
+                    and stopped.position in range(span.position, span.position + span.rows)
+                ):
+                    self._stopped[request.name] = stopped
 
     def _enter(
         self,
@@ -343,6 +375,7 @@ class EngineWorker:
         All their writes of a step with changed rows are zeroed, also those before the changed rows:
         attention reads later rows through a mask, and NaN times zero is NaN. So does the next owner
         of the blocks. An engine therefore shares blocks of such a step once it has been checked.
+        With drafts in the step nobody knows yet which rows count: the request runs again.
 
         Args:
             hidden: after the last norm of the model, where NaN and infinities have become NaN.
@@ -357,7 +390,10 @@ class EngineWorker:
             return
         for request, span, rows in changed:
             if not is_finite(hidden[rows]):
-                self.fail(request, failure("hidden states"))
+                if request.drafts:
+                    self._retried.add(request.name)
+                else:
+                    self.fail(request, failure("hidden states"))
                 hidden[rows] = 0
                 first = request.first_changed
                 if first is not None and first < span.position + span.rows:

@@ -31,6 +31,12 @@ class GateStream:
         read = zip(positions, values, strict=True)
         self._noted.setdefault(gate, {}).update(it for it in read if it[0] >= first)
 
+    def take_back(self, position: int) -> None:
+        """Drops the values from a position on: tokens there can be noted and taken again."""
+        for gate, noted in self._noted.items():
+            self._noted[gate] = {at: value for at, value in noted.items() if at < position}
+            self._next[gate] = min(self._next.get(gate, 0), position)
+
     def take(self, end: int = sys.maxsize) -> GateValues:
         """Returns the values before a position that were not taken yet."""
         found: GateValues = {}

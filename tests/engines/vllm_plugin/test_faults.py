@@ -25,11 +25,12 @@ from support.vllm_engine import EOS, Answer, sampling, start, state, stop
 pytestmark = pytest.mark.v2
 NEW = 3
 UNGUARDED = {
-    *("made", "_updating", "_outputting", "_finishing", "_aborting", "_tell", "_end", "_named"),
+    *("made", "_updating", "_outputting", "_finishing", "_aborting", "_tell", "_named"),
+    *("cut", "retry", "end"),
     *("finding", "_safely", "has_plan"),
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
     *("take_request", "running", "_serving", "computing", "gate_values", "failing", "guarded"),
-    *("_fail_all", "fail", "state", "failures"),
+    *("_fail_all", "fail", "state", "failures", "stops", "retries"),
     *("reason_of", "_mark", "get_output"),
 }
 _numbers = itertools.count(1)

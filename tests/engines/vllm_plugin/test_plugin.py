@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 WIDTH = 4
 
 
+def drafts(method: str, *, adaptive: bool = False) -> Any:
+    """A configuration of speculative decoding."""
+    return types.SimpleNamespace(method=method, enable_adaptive_verification=adaptive)
+
+
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
@@ -43,7 +48,15 @@ WIDTH = 4
         ({"local_engines_only": True}, "hybrid data parallelism"),
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
         ({"use_ubatching": True}, "microbatches"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        (
+            {"speculative_config": drafts("eagle"), "async_scheduling": True},
+            "asynchronous speculative decoding",
+        ),
+        (
+            {"speculative_config": drafts("draft_model", adaptive=True)},
+            "adaptive verification of drafts",
+        ),
+        ({"speculative_config": drafts("eagle3")}, "drafts by other methods"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"mode": 3}, "compilation without sites"),
         ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
@@ -54,6 +67,12 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
     found = supported.refusals(config(**changes))
     assert found == {feature: supported.CAPABILITIES.refused[feature]}
     assert f"it uses {feature} (" in supported.CAPABILITIES.explain(found)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle"])
+def test_synchronous_drafts_are_served(method: str) -> None:
+    assert supported.refusals(config(speculative_config=drafts(method))) == {}
+    assert supported.refusals(config(async_scheduling=True)) == {}
 
 
 def test_a_compiled_model_of_transformers_is_refused() -> None:

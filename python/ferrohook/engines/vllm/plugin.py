@@ -32,21 +32,19 @@ from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
-from ferrohook.engines.vllm import metrics, prefix_cache, self_test
+from ferrohook.engines.vllm import metrics, prefix_cache, self_test, steps
 from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.prefix_cache import has_plan
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, streams
-from ferrohook.engines.vllm.runners import around, attach
+from ferrohook.engines.vllm.runners import NO_REPORT, around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
 from ferrohook.engines.wire import FIELD, GATES, HEADER, NAME
 from ferrohook.errors import HookError
-from ferrohook.gates.streaming import extend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
     from ferrohook.engines.vllm.runners import StepReport
-    from ferrohook.gates.streaming import GateValues
 
 _LOG: Final = logging.getLogger("ferrohook")
 _SHORTEST: Final = 24
@@ -166,6 +164,8 @@ def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
     secret = bytes.fromhex(described["secret"])  # the first rank's, as all API servers take it
     reach = CacheReach.from_json(described["reach"])
     made = FrontEnd(modules, options, secret, reach, max(servers, 1), serves=serves)
+    if (speculative := engine.vllm_config.speculative_config) is not None:
+        made.drafts = int(speculative.num_speculative_tokens)
     found = _front_ends.setdefault(engine.input_processor, made)
     _front_ends[engine.output_processor] = found
     return found
@@ -405,7 +405,9 @@ def _safely(default: T, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except Exception:  # noqa: BLE001 (the engine goes on)
-        _LOG.exception("ferrohook failed at the prefix cache, so a request with a plan shares less")
+        _LOG.exception(
+            "ferrohook failed in the scheduler: a request shares less, or its stream lacks values"
+        )
         return default
 
 
@@ -448,66 +450,27 @@ def _sharing(original: Any, self: Any, request: Any, tokens: int) -> None:
 
 @_around("v1.core.sched.scheduler.Scheduler.update_from_output")
 def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> Any:
-    report: StepReport | None = getattr(output, "ferrohook_report", None)
-    failed = report.failed.keys() if report is not None else ()
-    if failed:
-        _safely(None, prefix_cache.evict, self, failed)
-    _safely(None, prefix_cache.share, self, scheduler_output, failed)
-    waiting: dict[str, GateValues] = vars(self).setdefault("ferrohook_gates", {})
-    if report is None:
-        made = original(self, scheduler_output, output)
-        _add_gates(made, waiting, self.requests)
-        return made
-    for request_id in self.requests.keys() & report.gates.keys():
-        extend(waiting.setdefault(request_id, {}), report.gates[request_id])
+    report: StepReport = getattr(output, "ferrohook_report", NO_REPORT)
+    if report.failed:
+        _safely(None, prefix_cache.evict, self, report.failed.keys())
+    unchecked = report.failed.keys() | report.retried
+    _safely(None, prefix_cache.share, self, scheduler_output, unchecked)
+    _safely(None, steps.note_gates, self, report.gates)
+    steps.retry(self, report.retried)
     # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
     # token that a plan ends with.
-    status = _named("v1.request", "RequestStatus")
-    ended = _end(self, report.failed, status.FINISHED_ERROR)
-    ended += _end(self, report.stopped, status.FINISHED_STOPPED)
+    status, make = _named("v1.request", "RequestStatus"), _named("v1.engine", "EngineCoreOutput")
+    at_once, later = steps.cut(self, output, report.stopped)
+    ended = steps.end(self, report.failed, status.FINISHED_ERROR, make)
+    ended += steps.end(self, at_once, status.FINISHED_STOPPED, make)
     made = original(self, scheduler_output, output)
+    ended += steps.end(self, later, status.FINISHED_STOPPED, make)
     for client, answer in ended:
         made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
         made[client].outputs.append(answer)
-    _add_gates(made, waiting, self.requests)
+    answers = itertools.chain.from_iterable(each.outputs for each in made.values())
+    _safely(None, steps.add_gates, self, answers, {answer.request_id for _, answer in ended})
     return made
-
-
-def _add_gates(
-    made: Mapping[int, Any], waiting: dict[str, GateValues], live: Mapping[str, Any]
-) -> None:
-    """Adds the values of gates to the outputs of their requests, and drops those of others.
-
-    A step that runs a part of a prompt makes no output: its values wait. They travel in the only
-    field for a dict, which `_outputting` restores.
-    """
-    if not waiting:
-        return
-    for each in itertools.chain.from_iterable(outputs.outputs for outputs in made.values()):
-        if (values := waiting.pop(each.request_id, None)) is not None:
-            each.kv_transfer_params = {**(each.kv_transfer_params or {}), GATES: values}
-    for request_id in waiting.keys() - live.keys():
-        del waiting[request_id]
-
-
-def _end(scheduler: Any, reasons: Mapping[str, str], status: Any) -> list[tuple[int, Any]]:
-    """Ends requests; returns their last outputs, with the clients' indices."""
-    make = _named("v1.engine", "EngineCoreOutput")
-    live = reasons.keys() & scheduler.requests.keys()
-    return [
-        (
-            request.client_index,
-            make(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=reasons[request.request_id],
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            ),
-        )
-        for request in scheduler.finish_requests(live, status)
-    ]
 
 
 # --- worker --------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ class FrontEnd:
         self._admission = Admission(modules, options, secret)
         self._reach = CacheReach() if reach is None else reach
         self.servers = servers
+        self.drafts = 0
+        """Drafts of a step, at most: rows beside those of the answer that captures may hold."""
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
         self._tickets: dict[str, list[CapturingRequest]] = {}
@@ -163,7 +165,7 @@ class FrontEnd:
         if read.captures:
             if params.n > 1:
                 refuse("n > 1 with captures")
-            self._admission.check_captures(read.plan, prompt, params.max_tokens)
+            self._admission.check_captures(read.plan, prompt, params.max_tokens + self.drafts)
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
             own = token if isinstance(token, str) and token else None

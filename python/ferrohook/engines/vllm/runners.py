@@ -19,6 +19,7 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook.gates.state import Stopped
     from ferrohook.gates.streaming import GateValues
 
 
@@ -27,10 +28,16 @@ class StepReport(NamedTuple):
 
     failed: dict[str, str]
     """Those whose plans failed, and why."""
-    stopped: dict[str, str]
-    """Those that a `stop` of their plans ended, and its gate."""
+    stopped: dict[str, Stopped]
+    """Those that a `stop` of their plans ended, perhaps at a draft."""
     gates: dict[str, GateValues]
-    """Values of gates that clients read along."""
+    """Values of gates that clients read along, of drafts too."""
+    retried: set[str]
+    """Those that have to run again, as if the step had not been."""
+
+
+NO_REPORT: Final = StepReport({}, {}, {}, set())
+"""Report of a step without requests that have a plan, or in which their plans did nothing."""
 
 
 def attach(runner: Any, config: Any) -> RunnerWorker:
@@ -48,8 +55,10 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
             return original(hidden_states, *args, **kwargs)
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
-        report = StepReport(worker.failures(), worker.stops(), worker.gate_values())
-        if any(report):
+        report = StepReport(
+            worker.failures(), worker.stops(), worker.gate_values(), worker.retries()
+        )
+        if report != NO_REPORT:
             _mark(output, report)
 
     with worker.starting():
@@ -116,6 +125,8 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             length = runner.requests[new.req_id].num_prompt_tokens
             worker.take_request(new.req_id, new.sampling_params, length)
+        with worker.failing():
+            worker.take_step(scheduler_output)
 
     def preparing(
         _result: Any, _scheduler_output: Any, counts: Any, *_args: Any, **_kwargs: Any
@@ -156,6 +167,8 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
                 preempted.remove(new.req_id)
             else:
                 worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
+        with worker.failing():
+            worker.take_step(scheduler_output)
         return result
 
     def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:

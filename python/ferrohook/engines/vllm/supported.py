@@ -8,6 +8,8 @@ from typing import Any, Final, NoReturn
 
 from ferrohook.engines.support import Capabilities
 
+_METHODS: Final = ("ngram", "suffix", "draft_model", "eagle")
+"""Methods of speculative decoding whose drafts are served."""
 CAPABILITIES: Final = Capabilities(
     engine="vllm",
     version=importlib.import_module("vllm").__version__,
@@ -18,6 +20,7 @@ CAPABILITIES: Final = Capabilities(
         "eager engines: any module that runs once per forward, and routes",
         "compiled engines: the outputs of the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
+        "synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",
         "in process, and over HTTP through vllm_xargs",
@@ -34,7 +37,11 @@ CAPABILITIES: Final = Capabilities(
         "context parallelism": "each worker has only some of the rows; not tested",
         "sequence parallelism": "each worker has only some of the rows; not tested",
         "microbatches": "a forward has only some of the rows; not tested",
-        "speculative decoding": "rows of rejected drafts are not tokens; not tested",
+        "asynchronous speculative decoding": "the host learns too late which drafts were rejected, "
+        "so it does not know the positions of rows: start with async_scheduling=False",
+        "adaptive verification of drafts": "only the device knows the rows of each request: start "
+        "with enable_adaptive_verification=False in speculative_config",
+        "drafts by other methods": "only these were tested: " + ", ".join(_METHODS),
         "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
         "fast prefill with shared KV": "layers skip rows of the prompt",
         "encoders and decoders": "rows of the encoder are not positions of the request",
@@ -94,6 +101,7 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
     """
     parallel, compilation = config.parallel_config, config.compilation_config
     model, cache = config.model_config, config.cache_config
+    drafts = config.speculative_config
     used = {
         "tensor parallelism on GPUs": parallel.tensor_parallel_size > 1
         and config.device_config.device_type != "cpu",
@@ -105,7 +113,11 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         or parallel.prefill_context_parallel_size > 1,
         "sequence parallelism": bool(parallel.use_sequence_parallel_moe),
         "microbatches": bool(parallel.use_ubatching),
-        "speculative decoding": config.speculative_config is not None,
+        "asynchronous speculative decoding": drafts is not None
+        and bool(config.scheduler_config.async_scheduling),
+        "adaptive verification of drafts": drafts is not None
+        and bool(drafts.enable_adaptive_verification),
+        "drafts by other methods": drafts is not None and drafts.method not in _METHODS,
         "KV transfer": config.kv_transfer_config is not None,
         "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),
         "encoders and decoders": bool(model.is_encoder_decoder),

@@ -141,18 +141,22 @@ class RunnerWorker(EngineWorker):
     def _observed_reach(self, model: Any, forward: Callable[[], None]) -> CacheReach:
         """Observes which changes reach cached keys and values.
 
-        Speculative decoding is refused: the keys and values of a drafter may be made of the last
-        hidden states.
+        A drafter makes its own of tokens only, or of the last hidden states, which all of them
+        reach.
         """
+        own = {*model.modules()}
         layers = [
             layer
             for layer in self._config.compilation_config.static_forward_context.values()
-            if isinstance(layer, _cached_layer())
+            if isinstance(layer, _cached_layer()) and layer in own
         ]
         # Some models let the tokens of an image attend to each other, both ways.
         causal = not self._config.model_config.is_mm_prefix_lm and all(
             getattr(layer, "attn_type", "decoder") == "decoder" for layer in layers
         )
+        drafts = self._config.speculative_config
+        if drafts is not None and drafts.use_eagle():
+            return CacheReach(causal)
         return observe_reach(model, forward, layers, causal=causal)
 
     def _observed_logits(self, model: Any) -> SampledLogits | None:
@@ -276,6 +280,17 @@ class RunnerWorker(EngineWorker):
             self._finished_bytes -= finished.capture_bytes
 
     # --- steps -------------------------------------------------------------------------------
+
+    def take_step(self, scheduled: Any) -> None:
+        """Takes over the drafts of a step, and how many of the earlier ones were accepted."""
+        self._drafts = scheduled.scheduled_spec_decode_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for name, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if (request := self.requests.get(name)) is not None:
+                request.decide(request.prompt_length + answered)
+        for new in scheduled.scheduled_new_reqs:  # V2 resumes a preempted one as a new one
+            if (request := self.requests.get(new.req_id)) is not None and request.drafts:
+                request.decide(len(new.prefill_token_ids))
 
     def gate_values(self) -> dict[str, GateValues]:
         """Returns the values of gates that clients read along, by request, each value once."""

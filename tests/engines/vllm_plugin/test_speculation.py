@@ -1,0 +1,306 @@
+"""Speculative decoding of vLLM in this process: rejected drafts leave nothing in their requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import vllm
+from ferrohook.engines.requests import EngineRequest
+from ferrohook.engines.vllm import steps
+from ferrohook.engines.vllm.plugin import connect
+from ferrohook.gates.streaming import GateStream
+from support import engine_scenes as scenes
+from support.engines import Job
+from support.logits_jobs import SURE, stops_at
+from support.prefix_jobs import BLOCK
+from support.serving import wrong_answers
+from support.speculation import (
+    DRAFTS,
+    METHODS,
+    DraftCount,
+    asked_alone,
+    drafted_jobs,
+    save_repeating_model,
+    speculative_config,
+)
+from support.vllm_engine import (
+    EOS,
+    WIDTH,
+    Answer,
+    sampling,
+    serve,
+    serve_at_once,
+    start,
+    state,
+    stop,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ferrohook.gates.state import Stopped
+
+NEW = 24
+PROMPT = [*range(10, 10 + 3 * BLOCK + 4)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Folder and model."""
+    folder = tmp_path_factory.mktemp("repeating")
+    return folder, save_repeating_model(folder)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    """Method of speculative decoding."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def drafting(method: str, repeating: tuple[Path, Any]) -> Iterator[Any]:
+    """An engine that drafts, with blocks for a few requests."""
+    config = speculative_config(method, repeating[0])
+    llm = start(
+        repeating[0],
+        speculative_config=config,
+        num_gpu_blocks_override=11,
+        max_num_batched_tokens=48,
+    )
+    yield llm
+    stop(llm)
+
+
+def drawn(request: pytest.FixtureRequest) -> list[Job]:
+    return drafted_jobs(request.config.getoption("requests") or 60, seed=7)
+
+
+@pytest.mark.v2
+def test_random_requests_have_the_answers_that_they_have_alone(
+    repeating: tuple[Path, Any],
+    drafting: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captures, and the values of gates that are streamed, too."""
+    jobs = drawn(request)
+    count = DraftCount(drafting, monkeypatch)
+    answers = serve(drafting, jobs, seed=3, new_tokens=NEW)
+    assert len(answers) == len(jobs)
+    assert wrong_answers(repeating[1], jobs, answers, NEW) == []
+    assert min(count.accepted, count.rejected, count.preempted) > 5, count
+    print(f"{len(jobs)} texts, {sum(job.captures for job in jobs)} with captures, {count}")
+    serve(drafting, [Job([5, 6, 7])], seed=3)
+    assert state(drafting)["requests"] == 0
+
+
+def test_readings_of_rejected_drafts_would_be_found(
+    repeating: tuple[Path, Any],
+    drafting: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the test before would find one that stays."""
+    jobs = drawn(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(GateStream, "take_back", lambda *_args: None)
+        with pytest.raises(AssertionError):
+            serve(drafting, [job for job in jobs if job.gated], seed=3, new_tokens=NEW)
+    while drafting.llm_engine.has_unfinished_requests():
+        drafting.llm_engine.step()
+    jobs = [job for job in jobs if job.gated and job.gated.over != "prompt"]
+    monkeypatch.setattr(EngineRequest, "decide", lambda *_args: None)
+    plain = [Job(job.prompt, job.changes, job.kept, gated=job.gated) for job in jobs]
+    answers = unstreamed(drafting, plain)
+    assert wrong_answers(repeating[1], plain, answers, NEW)
+
+
+def unstreamed(llm: Any, jobs: list[Job]) -> dict[int, Answer]:
+    """Serves requests that nobody reads along."""
+    engine = llm.llm_engine
+    for number, job in enumerate(jobs):
+        prompt = {"prompt_token_ids": job.prompt}
+        engine.add_request(str(number), prompt, sampling(job.plan, NEW))
+    answers = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                acts = vllm.activations(llm, output).acts
+                tokens = [*output.outputs[0].token_ids]
+                answers[int(output.request_id)] = Answer(tokens, acts)
+    return answers
+
+
+def served_stops(llm: Any, stops: list[scenes.Stops]) -> list[tuple[Any, Any]]:
+    """Serves requests that their plans end; returns their outputs, and the captures."""
+    engine = llm.llm_engine
+    for number, each in enumerate(stops):
+        prompt = {"prompt_token_ids": each.prompt}
+        engine.add_request(f"stops-{number}", prompt, sampling(each.plan, scenes.NEW))
+        engine.add_request(f"goes-on-{number}", prompt, sampling(None, scenes.NEW))
+    outputs: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each for each in engine.step() if each.finished}
+    for number, each in enumerate(stops):
+        (text,) = outputs[f"goes-on-{number}"].outputs
+        assert text.stop_reason != "the end"
+        assert [*text.token_ids][: len(each.text)] == each.text
+    ended = [outputs[f"stops-{number}"] for number in range(len(stops))]
+    return [(output, vllm.activations(llm, output)) for output in ended]
+
+
+@pytest.mark.v2
+def test_plans_end_their_requests_at_tokens_only(
+    repeating: tuple[Path, Any], drafting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at drafts that are rejected, and at accepted ones with no token after them."""
+    model = repeating[1]
+    stops = scenes.random_stops(lambda *asked: asked_alone(model, *asked), 24)
+    count = DraftCount(drafting, monkeypatch)
+    for each, (output, captured) in zip(stops, served_stops(drafting, stops), strict=True):
+        (text,) = output.outputs
+        assert [*text.token_ids] == each.text
+        assert (text.finish_reason, text.stop_reason) == ("stop", "the end")
+        positions = captured.positions["@gate.the end"].tolist()
+        assert positions == [*range(len(each.prompt) + len(each.text))]
+        value = float(captured.acts["@gate.the end"][-1])
+        assert value == pytest.approx(each.value, abs=1e-3)
+    assert min(count.accepted, count.rejected) > 5, count
+
+
+def test_an_end_at_any_draft_would_be_found(
+    repeating: tuple[Path, Any], drafting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = repeating[1]
+    stops = scenes.random_stops(lambda *asked: asked_alone(model, *asked), 24)
+
+    def at_once(_scheduler: Any, _output: Any, stopped: dict[str, Stopped]) -> Any:
+        return {request_id: each.gate for request_id, each in stopped.items()}, {}
+
+    monkeypatch.setattr(steps, "cut", at_once)
+    found = served_stops(drafting, stops)
+    texts = [[*output.outputs[0].token_ids] for output, _ in found]
+    assert texts != [each.text for each in stops]
+
+
+@pytest.mark.v2
+def test_gates_read_the_logits_of_accepted_drafts(
+    repeating: tuple[Path, Any], drafting: Any
+) -> None:
+    prompt = [3, 4, 5, 6] * 3
+    outputs = serve_at_once(drafting, {"kept": SURE, "plain": None}, prompt=prompt, new_tokens=NEW)
+    text = [*outputs["kept"].outputs[0].token_ids]
+    assert text == [*outputs["plain"].outputs[0].token_ids]
+    values = vllm.activations(drafting, outputs["kept"]).acts["@gate.sure"]
+    with torch.no_grad():
+        logits = repeating[1](torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) - 1 :]
+    torch.testing.assert_close(values, logits.softmax(-1).amax(-1), rtol=1e-3, atol=1e-3)
+    plans = stops_at(values)
+    assert len(plans) > 1
+    outputs = serve_at_once(drafting, {**plans}, prompt=prompt, new_tokens=NEW)
+    for name, output in outputs.items():
+        (answer,) = output.outputs
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", "sure")
+        assert [*answer.token_ids] == text[: int(name.removeprefix("stops-"))]
+
+
+def test_which_changes_of_the_last_layer_are_shared(drafting: Any, method: str) -> None:
+    """EAGLE makes its keys and values of the hidden states after it."""
+    drafting.reset_prefix_cache()
+    read = []
+    for scale in (1.0, 1.0, 2.0):
+        plan = fh.Plan(fh.on("model.layers.3", fh.Add(VECTOR, scale=scale)))
+        (output,) = drafting.generate(
+            {"prompt_token_ids": PROMPT}, sampling(plan, 4), use_tqdm=False
+        )
+        read.append(output.num_cached_tokens)
+    assert read[0] == 0 < read[1]
+    assert (read[2] > 0) == (method != "eagle")
+
+
+def test_capture_bytes_includes_drafts(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = connect(drafting)._admission
+    params = sampling(fh.Plan(fh.keep("model.layers.1")), new_tokens=5)
+    rows = 3 + 5 - 1 + DRAFTS
+    for capture_bytes in (4 * WIDTH * rows, 4 * WIDTH * rows - 1):
+        options = dataclasses.replace(admission._options, capture_bytes=capture_bytes)
+        monkeypatch.setattr(admission, "_options", options)
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        if capture_bytes % WIDTH:
+            with pytest.raises(ValueError, match=f"captures of {rows} tokens may take"):
+                drafting.generate(prompt, params, use_tqdm=False)
+        else:
+            drafting.generate(prompt, params, use_tqdm=False)
+
+
+UNSEEN = 400
+"""A token that is in no text."""
+
+
+@pytest.fixture
+def spoiling(repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine whose drafts are all wrong."""
+    llm = start(repeating[0], speculative_config=speculative_config("ngram", repeating[0]))
+    drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+    def propose(_most: int, sampled: list[list[int]], *_args: Any, **_named: Any) -> Any:
+        return [[UNSEEN] * 2 if tokens else [] for tokens in sampled]
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    yield llm
+    stop(llm)
+
+
+@pytest.mark.parametrize("read", [None, "model.layers.3"])
+def test_rows_of_rejected_drafts_may_be_nan(
+    repeating: tuple[Path, Any],
+    spoiling: Any,
+    read: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request runs again from its start, without drafts; also if a gate reads NaN."""
+    model = repeating[1]
+    prompt = [3, 4, 5, 6] * 3
+    embedded = model.model.embed_tokens.weight[UNSEEN]
+    gate = fh.gate("unseen", "model.embed_tokens", fh.Cosine(embedded))
+    spoil = fh.on("model.layers.1", fh.Scale(3e38), when=fh.above("unseen", 0.99))
+    kept = fh.Plan(fh.keep("model.layers.2"), fh.keep("@gate.unseen"))
+    if read is not None:
+        kept += fh.Plan(fh.gate("nan", read, fh.Norm()))
+    plans = {"spoilt": fh.Plan(gate, spoil) + kept, "kept": fh.Plan(gate) + kept, "plain": None}
+    count = DraftCount(spoiling, monkeypatch)
+    outputs = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
+    assert count.rejected
+    assert count.preempted
+    texts = [[*output.outputs[0].token_ids] for output in outputs.values()]
+    assert texts[0] == texts[1] == texts[2]
+    for name in ("spoilt", "kept"):
+        job = Job(prompt, (), ("model.layers.2",))
+        acts = dict(vllm.activations(spoiling, outputs[name]).acts)
+        assert len(acts.pop("@gate.unseen")) == len(prompt) + len(texts[0]) - 1
+        job.check(model, Answer([*texts[0]], acts), NEW)
+    # A row of the text that is NaN fails its request all the same.
+    fails = fh.Plan(gate, fh.on("model.layers.1", fh.Scale(3e38), at=len(prompt) + 2))
+    plans |= {"fails": fails}
+    outputs = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
+    assert outputs["fails"].outputs[0].finish_reason == "error"
+    assert len(outputs["fails"].outputs[0].token_ids) == 3
+    assert [*outputs["kept"].outputs[0].token_ids] == texts[0]
+    monkeypatch.setattr(steps, "retry", lambda *_args: None)
+    again = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
+    assert [*again["spoilt"].outputs[0].token_ids] != texts[0]
