@@ -44,6 +44,7 @@ WIDTH = 4
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"mode": 3}, "compilation without sites"),
         ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
@@ -257,6 +258,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "uploads": {},
             "digest": str(hash(plan)),
             "key": f"key of {name}",
+            "first": None,
             "streams": False,
             "prefix": {"changed": 0, "read": 0, "salt": "salt"},
         }
