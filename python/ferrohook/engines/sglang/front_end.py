@@ -217,11 +217,11 @@ async def _prepared(params: Any, uploads: Uploads) -> Any:
     custom = {key: each for key, each in _custom(params).items() if key != ANSWERS}
     if NAME not in custom:
         return params
-    if params.get("beam_width") not in {None, 1}:
+    if _is_several(params.get("beam_width")):
         reason = CAPABILITIES.refused["beam search"]
         msg = f"beam search is not supported with sglang: {reason}"
         raise ValueError(msg)
-    if params.get("n") not in {None, 1}:
+    if _is_several(params.get("n")):
         if params.get("max_new_tokens") == 0:
             msg = (
                 "with a plan, n > 1 needs new tokens, got max_new_tokens=0: its answers would be "
@@ -232,6 +232,11 @@ async def _prepared(params: Any, uploads: Uploads) -> Any:
     if data := await _uploads_for(custom[NAME], uploads):
         custom[VECTORS] = data
     return {**params, "custom_params": custom}
+
+
+def _is_several(number: Any) -> bool:
+    """True for a number that a client sent, which may be anything, and is not 1."""
+    return number is not None and number != 1
 
 
 async def _uploads_for(text: Any, uploads: Uploads) -> str:
