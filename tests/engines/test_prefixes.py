@@ -12,7 +12,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
-from ferrohook.engines.prefixes import Prefix, prefix_of
+from ferrohook.engines.prefixes import prefix_of
 from ferrohook.tokens.positions import Tokens, first_of, mask_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ def test_a_function_may_name_any_position() -> None:
     assert first_of(lambda positions: positions > 5, PROMPT) == 0
 
 
-def prefix(*entries: Any, reach: CacheReach = CAUSAL) -> Prefix:
-    return prefix_of(fh.Plan(*entries), PROMPT, TABLE, reach)
+def prefix(*entries: Any, reach: CacheReach = CAUSAL) -> tuple[int | None, int | None]:
+    """Returns what a plan changes and reads first."""
+    found = prefix_of(fh.Plan(*entries), PROMPT, TABLE, reach)
+    return found.changed, found.read
 
 
 def change(at: Any = None, what: str = "0", **options: Any) -> Any:
@@ -187,3 +189,12 @@ def test_places_after_the_last_attention_are_observed() -> None:
 def test_nothing_comes_after_an_attention_that_is_never_called() -> None:
     assert observed([]) == CacheReach(causal=True)
     assert observed([Attention()]) == CacheReach(causal=True)
+
+
+def test_gates_alone_need_rows_that_another_answer_has() -> None:
+    def gated(*entries: Any) -> int | None:
+        return prefix_of(fh.Plan(*entries), PROMPT, TABLE, CAUSAL).gated
+
+    assert gated(fh.keep("0"), change(3)) is None
+    assert gated(fh.keep("0"), gate(at=4), gate("other", at="generated")) == 4
+    assert gated(gate(at="generated"), fh.keep("@gate.g")) == PROMPT

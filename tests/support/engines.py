@@ -295,11 +295,22 @@ class Job:
         behind = logits[len(self.prompt) - 1 :]
         chosen = behind.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert (behind.amax(1) - chosen).max() <= tolerance, "not the text that it gives alone"
-        assert sorted(output.acts) == sorted(acts)
+        self._check_acts(output.acts, acts, behind, tolerance)
+
+    def check_acts(self, model: Any, output: Any, tolerance: float = 1e-3) -> None:
+        """Asserts that the captures of an output, of any text, are those of the request alone."""
+        logits, acts = self.alone(model, output.generated_tokens)
+        self._check_acts(output.acts, acts, logits[len(self.prompt) - 1 :], tolerance)
+
+    @staticmethod
+    def _check_acts(
+        given: dict[str, Tensor], acts: dict[str, Tensor], behind: Tensor, tolerance: float
+    ) -> None:
+        assert sorted(given) == sorted(acts)
         for name, right in acts.items():
             if name == HEAD:
                 right = behind  # noqa: PLW2901 (the head runs for tokens to come alone)
-            got = output.acts[name].reshape(-1, *right.shape[1:])
+            got = given[name].reshape(-1, *right.shape[1:])
             assert got.shape == right.shape, f"{name}: {got.shape} instead of {right.shape}"
             atol = tolerance * float(right.nan_to_num().abs().max())
             torch.testing.assert_close(got, right, rtol=tolerance, atol=atol, equal_nan=True)

@@ -58,7 +58,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Settings of those with experts."""
 
 
-def save_model(kind: str, folder: Path, **sizes: int) -> Any:
+def save_model(kind: str, folder: Path, *, seed: int = 0, **sizes: int) -> Any:
     """Saves a random model and a tokenizer of words w0, w1, ...; returns the model."""
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -74,7 +74,7 @@ def save_model(kind: str, folder: Path, **sizes: int) -> Any:
     }
     if kind in MIXTURES:
         settings |= MIXTURES[kind] | {"num_experts_per_tok": 2}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(settings | sizes)))
     model.eval().requires_grad_(False).save_pretrained(folder)
     words = WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")  # noqa: S106 (no password)

@@ -27,6 +27,7 @@ def config(**changes: Any) -> Any:
             is_encoder_decoder=False,
             runner_type="generate",
             is_diffusion=False,
+            enable_sleep_mode=changes.pop("enable_sleep_mode", False),
             using_transformers_backend=lambda: by_transformers,
         ),
         cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),

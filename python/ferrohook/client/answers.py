@@ -109,6 +109,8 @@ class Generated:
     """Position in the request of each row, by name."""
     raw: Mapping[str, Any] = dataclasses.field(repr=False)
     """JSON of the server; of a stream, its last event."""
+    others: tuple[Generated, ...] = ()
+    """Further texts with captures of their own, where the request asked for several (`n`)."""
 
 
 class TextChunk(NamedTuple):

@@ -129,9 +129,14 @@ class Calls:
         pending = yield from self.begin(prompt, plan, model, options)
         response = yield pending.request
         body = _json(response)
-        text = _read(lambda it: _text(it, chat=pending.chat), response)
-        proof = response.headers.get(HEADER) or body.get(FIELD) or proof_in(body["choices"][0])
-        return (yield from self.finish(pending, text, proof))
+        texts = _read(lambda it: _texts(it, chat=pending.chat), response)
+        token = response.headers.get(HEADER) or body.get(FIELD)
+        answers: list[Generated] = []
+        for index, (choice, text) in enumerate(zip(body["choices"], texts, strict=True)):
+            proof = token or proof_in(choice)
+            answers.append((yield from self.finish(pending, text, proof, index)))
+        first, *others = answers
+        return dataclasses.replace(first, others=tuple(others))
 
     def begin(
         self,
@@ -148,6 +153,12 @@ class Calls:
         if "stream" in options:
             msg = (
                 "stream= is not supported here: call the client's method generate or stream instead"
+            )
+            raise HookTypeError(msg)
+        if stream and options.get("n", 1) != 1:
+            msg = (
+                f"a stream has one text, got n={options['n']!r}: call generate for several, or "
+                "open several streams"
             )
             raise HookTypeError(msg)
         body: dict[str, Any] = {"messages" if chat else "prompt": prompt, **options}
@@ -168,7 +179,7 @@ class Calls:
         return Pending(request, chat, plan is not None, captures)
 
     def finish(
-        self, pending: Pending, text: Generated, proof: str | bytes | None
+        self, pending: Pending, text: Generated, proof: str | bytes | None, index: int = 0
     ) -> Steps[Generated]:
         """Checks that the plan was served, and fetches the captures.
 
@@ -176,11 +187,12 @@ class Calls:
             pending: the request.
             text: its text.
             proof: that the plan was served: the token of the captures, or the captures.
+            index: of the text in the answer.
         """
         url = str(pending.request.url)
         if text.finish_reason in _CUT_OFF:
             reason = (
-                text.raw["choices"][0].get("stop_reason")
+                text.raw["choices"][index].get("stop_reason")
                 or "the server stopped before the text was complete"
             )
             raise made(str(reason), httpx.codes.SERVICE_UNAVAILABLE, url)
@@ -191,7 +203,8 @@ class Calls:
             return text
         if not isinstance(proof, bytes):
             path = f"{ROUTES}/captures/{quote(text.id, safe='')}"
-            response = yield self._http.build_request("GET", path, headers={HEADER: str(proof)})
+            headers, asked = {HEADER: str(proof)}, {"index": index} if index else {}
+            response = yield self._http.build_request("GET", path, headers=headers, params=asked)
             if not response.is_success:
                 raise error_of_status(response)
             url, proof = str(response.request.url), response.content
@@ -324,9 +337,13 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
-def _text(body: Mapping[str, Any], *, chat: bool) -> Generated:
-    """Reads the answer to a completion or a chat."""
-    choice = body["choices"][0]
+def _texts(body: Mapping[str, Any], *, chat: bool) -> list[Generated]:
+    """Reads the answer to a completion or a chat; raises without a choice."""
+    first, *others = body["choices"]
+    return [_text(body, each, chat=chat) for each in (first, *others)]
+
+
+def _text(body: Mapping[str, Any], choice: Mapping[str, Any], *, chat: bool) -> Generated:
     text = choice["message"]["content"] if chat else choice["text"]
     tokens = choice.get("token_ids")
     return Generated(

@@ -72,7 +72,8 @@ class Client:
             prompt: a text, its tokens, or the messages of a chat.
             plan: hooks and captures of this request, as a `Plan` or as its JSON.
             model: name of the model, where the server has several.
-            **options: further fields of OpenAI's completions or chats, such as `max_tokens`.
+            **options: further fields of OpenAI's completions or chats, such as `max_tokens`. With
+                `n`, the texts after the first one are in `Generated.others`.
 
         Raises:
             RequestRefusedError: the request is bad, or the server serves no such plan.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from inspect_ai.model import ChatMessage
     from inspect_ai.tool import ToolChoice, ToolInfo
 
+    from ferrohook.client.answers import Generated
 
 _FIELDS: Final = {
     "temperature": "temperature",
@@ -76,8 +77,8 @@ class FerrohookAPI(ModelAPI):  # type: ignore[misc, unused-ignore]  # likewise
         config: options of all requests.
         plan: of all requests: its JSON, as text or as a dict, or the path of a file of that. A
             request whose `GenerateConfig.extra_body` has the key "ferrohook" has that plan instead.
-        captures: folder for what plans keep: a safetensors file for each request, named in its
-            output's metadata.
+        captures: folder for what plans keep: a safetensors file for each answer, named in its
+            output's metadata, where several (`num_choices`) are a list.
         **options: of `AsyncClient`.
 
     Raises:
@@ -136,15 +137,22 @@ class FerrohookAPI(ModelAPI):  # type: ignore[misc, unused-ignore]  # likewise
         messages: Any = await messages_to_openai(input)
         found = await self._client.generate(messages, plan.text, model=self.model_name, **options)
         output = await model_output_from_openai(dict(found.raw))
-        if found.acts and self._folder is not None:
-            path = self._folder / f"{next(self._numbers):06}-{found.id}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            safetensors.torch.save_file(dict(found.acts), path)
-            output.metadata = {**(output.metadata or {}), "captures": str(path)}
+        if paths := [path for each in (found, *found.others) if (path := self._saved(each))]:
+            captures = paths if found.others else paths[0]
+            output.metadata = {**(output.metadata or {}), "captures": captures}
         sent = {"messages": messages, "model": self.model_name, **options}
         if plan.text is not None:
             sent[NAME] = plan.text
         return output, ModelCall.create(sent, dict(found.raw))
+
+    def _saved(self, found: Generated) -> str | None:
+        """Saves the captures of an answer; returns the path of their file, None without any."""
+        if self._folder is None or not found.acts:
+            return None
+        path = self._folder / f"{next(self._numbers):06}-{found.id}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(dict(found.acts), path)
+        return str(path)
 
     def should_retry(self, ex: BaseException) -> bool:
         """True for a server that is busy or cannot be reached."""

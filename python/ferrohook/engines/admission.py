@@ -89,20 +89,29 @@ class Admission:
         used = named.used
         return ReadPlan(rewritten(plan, self._modules), text, used, _digest(text, used))
 
-    def check_captures(self, plan: Plan, prompt_length: int, new_tokens: int) -> None:
+    def check_captures(
+        self, plan: Plan, prompt_length: int, new_tokens: int, answers: int = 1
+    ) -> None:
         """Checks that the captures of a request keep within `capture_bytes`.
+
+        Args:
+            plan: its plan, rewritten.
+            prompt_length: tokens of its prompt.
+            new_tokens: most tokens of an answer.
+            answers: number of answers, each with captures of its own.
 
         Raises:
             ValueError: they may not.
         """
         most = prompt_length + new_tokens - 1  # the last token never runs
-        size = sum(
+        size = answers * sum(
             each.row_bytes * int(wanted(each.at, prompt_length, most).sum())
             for each in self._modules.captures(plan)
         )
         if size > self._options.capture_bytes:
+            several = f"{answers} answers of " if answers > 1 else ""
             msg = (
-                f"the captures of {most:,} tokens may take {size:,} bytes, more than "
+                f"the captures of {several}{most:,} tokens may take {size:,} bytes, more than "
                 f"capture_bytes={self._options.capture_bytes:,}: capture fewer modules or "
                 "positions, or ask for fewer new tokens"
             )

@@ -25,6 +25,9 @@ class Prefix(NamedTuple):
     does. Blocks that end before it are the same for every request."""
     read: int | None
     """The first one whose rows the plan has to see, so that it must run; None if there is none."""
+    gated: int | None
+    """The first one that a gate reads; None if there is none. A gate needs all rows itself, while
+    captures of a prompt may be those of another answer to it."""
 
 
 def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) -> Prefix:
@@ -53,8 +56,12 @@ def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) 
     changed = None
     if any(reaches for _, reaches in changes):
         changed = min(first for first, _ in changes) if reach.causal else 0
-    reading = (it for it in plan.entries if isinstance(it, GateEntry | KeepEntry) and it.has_places)
-    return Prefix(changed, _earliest(first_of(it.at, prompt) for it in reading))
+    reading = [it for it in plan.entries if isinstance(it, GateEntry | KeepEntry) and it.has_places]
+    gates_read = [it for it in reading if isinstance(it, GateEntry)]
+    read, gated = (
+        _earliest(first_of(it.at, prompt) for it in found) for found in (reading, gates_read)
+    )
+    return Prefix(changed, read, gated)
 
 
 def _first_change(entry: HookEntry, gates: Mapping[str, Gate], prompt: int) -> int | None:

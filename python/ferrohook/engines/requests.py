@@ -58,7 +58,7 @@ class EngineRequest:
     captures: list[CaptureEntry] = dataclasses.field(default_factory=list)
     """Captures of the plan."""
     parent: EngineRequest | None = None
-    """The request that it is a fork of."""
+    """The request whose rows stand for those before its own first one: both have one prompt."""
     opened: Request | None = dataclasses.field(init=False, default=None)
     """Its plan, opened."""
     changes: bool = dataclasses.field(init=False, default=False)

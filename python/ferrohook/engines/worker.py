@@ -177,8 +177,15 @@ class EngineWorker:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def admit(
-        self, request_id: str, prompt_length: int, digest: str, read: Callable[[], Plan], key: str
+    def admit(  # noqa: PLR0913 (of which each is one fact about the request)
+        self,
+        request_id: str,
+        prompt_length: int,
+        digest: str,
+        read: Callable[[], Plan],
+        key: str,
+        *,
+        parent: EngineRequest | None = None,
     ) -> None:
         """Opens the plan of a request.
 
@@ -188,6 +195,7 @@ class EngineWorker:
             digest: of its plan and the uploads that it names.
             read: returns the plan, rewritten; called if it is not prepared.
             key: name of its captures.
+            parent: request whose rows stand for those before its own first one.
 
         Raises:
             HookError: the plan cannot be served.
@@ -198,7 +206,7 @@ class EngineWorker:
         captures = self._captures.get(prepared)
         if captures is None:
             captures = self._captures[prepared] = modules.captures(prepared)
-        request = EngineRequest(request_id, prepared, prompt_length, key, captures)
+        request = EngineRequest(request_id, prepared, prompt_length, key, captures, parent)
         request.reads_logits = modules.reads_logits(prepared)
         self.requests[request_id] = request
 
@@ -423,8 +431,11 @@ class EngineWorker:
             for name, place, heads in capture.values:
                 found = result.acts.positions(place)
                 if missing := sorted(inside.difference(found)):
-                    if result.error is not None:
-                        return packed({}, {}, error=reason_of(result.error))
+                    failure = result.error
+                    if failure is None and request.parent is not None:
+                        failure = request.parent.failure
+                    if failure is not None:
+                        return packed({}, {}, error=reason_of(failure))
                     if partial:
                         return packed({}, {})
                     error = f"{name!r} never ran for positions {spans_of(missing)}"

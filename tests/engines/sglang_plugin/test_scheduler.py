@@ -20,6 +20,7 @@ import support.engines
 from ferrohook.engines import capabilities, sglang
 from ferrohook.engines.sglang.front_end import reporting
 from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.sglang.worker import SchedulerWorker
 from ferrohook.engines.wire import FIELD, GATES, NAME, VECTORS, packed_uploads
 from support import engine_scenes as scenes
@@ -456,7 +457,33 @@ def test_a_plan_that_is_too_long_is_refused_before_it_is_read(plan: Any) -> None
     worker.served, worker._options = object(), SglangOptions(plan_bytes=100)
     req = types.SimpleNamespace(beam_group=None, session=None, input_embeds=None)
     with pytest.raises(ValueError, match="more than plan_bytes=100"):
-        worker._open(req, plan, "")
+        worker._open(req, {"ferrohook": plan})
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ({"tp_size": 2}, "tensor parallelism"),
+        ({"dp_size": 2}, "data parallelism"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"enable_memory_saver": True}, "memory saver"),
+        ({"is_generation": False}, "embedding models"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative decoding"),
+    ],
+)
+def test_configurations_are_refused_by_name(options: dict[str, Any], feature: str) -> None:
+    pool = type("MHATokenToKVPool", (), {})()
+    runner = types.SimpleNamespace(
+        decode_cuda_graph_runner=None, prefill_cuda_graph_runner=None, token_to_kv_pool=pool
+    )
+    scheduler = types.SimpleNamespace(
+        tp_worker=types.SimpleNamespace(model_runner=runner),
+        model_config=types.SimpleNamespace(is_multimodal=False),
+        is_generation=options.get("is_generation", True),
+    )
+    assert refusals(scheduler, types.SimpleNamespace(**options)) == {
+        feature: CAPABILITIES.refused[feature]
+    }
 
 
 def test_capabilities() -> None:

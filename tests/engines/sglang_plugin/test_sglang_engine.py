@@ -14,22 +14,42 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import sglang
+from ferrohook.engines.sglang import front_end
+from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.wire import GATES
 from ferrohook.gates.streaming import extend, numbers_of
 from support.dictionary_jobs import dictionaries, random_feature_jobs
 from support.engine_scenes import Given
 from support.engines import Change, Job
-from support.serving import EOS, WIDTH, Answer, random_jobs
+from support.feature_tables import check_features
+from support.serving import EOS, WIDTH, Answer, random_jobs, save_model
 from support.sglang_engine import ENVIRONMENT, OPTIONS
 from support.sglang_server import NEW, custom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ferrohook.gates.streaming import GateValues
 
 PROMPT = [*range(10, 60)]
 VECTOR = torch.linspace(-2, 2, WIDTH)
+TESTS = {
+    "several answers to a prompt (`n > 1`)": (
+        "test_sglang_engine.py::test_the_prompt_of_several_answers_is_captured_once"
+    ),
+    "structured outputs": "test_sglang_server.py::test_structured_outputs",
+    "weights replaced in place": "test_sglang_engine.py::test_weights_replaced_in_place",
+    "beam search": "test_sglang_engine.py::test_beams_are_refused",
+    "LoRA": "test_scheduler.py::test_configurations_are_refused_by_name",
+    "data parallelism": "test_scheduler.py::test_configurations_are_refused_by_name",
+    "embedding models": "test_scheduler.py::test_configurations_are_refused_by_name",
+    "other routes, such as `/v1/responses` and `/v1/embeddings`": (
+        "test_sglang_server.py::test_each_route_serves_a_plan_whole_or_refuses_it"
+    ),
+    "memory saver": "test_scheduler.py::test_configurations_are_refused_by_name",
+}
+"""Test of each row of the page's table."""
 JOB = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.1", "model.norm"))
 
 
@@ -112,6 +132,82 @@ def test_incremental_streams_have_all_captures(
     assert max(map(len, texts)) > 2
     for number, (job, text) in enumerate(zip(jobs, texts, strict=True)):
         check(llama, job, {**last[number], "output_ids": text})
+
+
+def answers(engine: Any, jobs: list[Job], n: int) -> list[Any]:
+    """Asks for n answers to each of some prompts, sampled."""
+    asked = [params(job.plan) | {"n": n, "temperature": 1.0} for job in jobs]
+    found: list[Any] = engine.generate(
+        input_ids=[job.prompt for job in jobs], sampling_params=asked
+    )
+    assert len(found) == n * len(jobs)
+    return found
+
+
+def cached(llama: Any, jobs: list[Job], given: list[Any]) -> list[int]:
+    """Returns the tokens that answers read from the cache; their captures must be right."""
+    n = len(given) // len(jobs)
+    for number, each in enumerate(given):
+        job = jobs[number // n]
+        acts = sglang.activations(each).acts if job.captures else {}
+        job.check_acts(llama[1], Answer([*each["output_ids"]], acts))
+    return [each["meta_info"]["cached_tokens"] for each in given]
+
+
+def test_the_prompt_of_several_answers_is_captured_once(
+    llama: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = Change(1, fh.Add(VECTOR), "generated")
+    jobs = [
+        Job([each, *PROMPT[1:]], (change,), JOB.kept)
+        for each, change in ((3, later), (4, JOB.changes[0]), (5, later))
+    ]
+    whole = len(PROMPT) - 1  # the last token runs for its logits
+    given = answers(engine, jobs, 3)
+    assert cached(llama, jobs, given) == [whole] * 9
+    assert len({tuple(each["output_ids"]) for each in given}) == 9
+    assert cached(llama, [jobs[0]] * 2, answers(engine, [jobs[0]] * 2, 2)) == [whole] * 4
+    monkeypatch.setattr(front_end, "ANSWERS", "another key")
+    assert cached(llama, jobs, answers(engine, jobs, 3)) == [0] * 9
+
+
+def test_several_answers_to_random_requests(llama: Any, engine: Any) -> None:
+    """Whose gates read the prompt themselves."""
+    jobs = [job for job in random_jobs(36, seed=5, gates=0.5) if job.plan is not None]
+    cached(llama, jobs, answers(engine, jobs, 3))
+    for job in jobs[:6]:
+        cached(llama, [job], answers(engine, [job], 4))
+
+
+def test_weights_replaced_in_place(llama: Any, engine: Any, tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path, seed=1)
+    engine.update_weights_from_disk(str(tmp_path))
+    try:
+        check(
+            (tmp_path, model),
+            JOB,
+            engine.generate(input_ids=PROMPT, sampling_params=params(JOB.plan)),
+        )
+    finally:
+        engine.update_weights_from_disk(str(llama[0]))
+    check(llama, JOB, engine.generate(input_ids=PROMPT, sampling_params=params(JOB.plan)))
+
+
+def test_beams_are_refused(engine: Any) -> None:
+    """SGLang gives them parameters of its own, without the plan."""
+    asked = params(JOB.plan) | {"beam_width": 2}
+    with pytest.raises(ValueError, match="beam search is not supported"):
+        engine.generate(input_ids=PROMPT, sampling_params=asked)
+
+
+def test_each_row_of_the_page_is_tested() -> None:
+    check_features("sglang", TESTS, CAPABILITIES.refused)
+
+
+def test_several_answers_without_tokens_are_refused(engine: Any) -> None:
+    asked = params(JOB.plan) | {"n": 2, "max_new_tokens": 0}
+    with pytest.raises(ValueError, match="n > 1 needs new tokens"):
+        engine.generate(input_ids=PROMPT, sampling_params=asked)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,34 @@ def tokens(text: str) -> list[int]:
     return [int(word.removeprefix("w")) for word in text.split()]
 
 
+def test_structured_outputs(llama: Any, server: Server) -> None:
+    params = {"temperature": 0, "max_new_tokens": NEW, "regex": "(w5w6w7|w8w9)", **custom(JOB.plan)}
+    sent = {"input_ids": JOB.prompt, "sampling_params": params}
+    given = server.post("/generate", sent).json()
+    assert given["text"].replace(" ", "") in {"w5w6w7", "w8w9"}  # as the grammar joins words
+    JOB.check_acts(llama[1], answer(given, JOB))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_has_its_own_captures(llama: Any, server: Server, stream: bool) -> None:
+    path, body = openai(JOB, chat=False, stream=stream, n=3)
+    response = server.post(path, body | {"temperature": 1.0})
+    assert response.status_code == httpx.codes.OK, response.text
+    texts: dict[int, str] = {}
+    if stream:
+        *parts, last = events(response.text)
+        for choice in (it for part in parts for it in part["choices"]):
+            texts[choice["index"]] = texts.get(choice["index"], "") + (choice.get("text") or "")
+        choices = last["ferrohook_captures"]
+    else:
+        choices = response.json()["choices"]
+        texts = {choice["index"]: choice["text"] for choice in choices}
+    assert sorted(texts) == [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice in choices:
+        acts = sglang.activations(choice).acts
+        JOB.check_acts(llama[1], Answer(tokens(texts[choice["index"]]), acts))
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_routes(llama: Any, server: Server, chat: bool, stream: bool) -> None:

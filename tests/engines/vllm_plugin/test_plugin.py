@@ -57,6 +57,7 @@ def drafts(method: str, *, adaptive: bool = False) -> Any:
             "adaptive verification of drafts",
         ),
         ({"speculative_config": drafts("eagle3")}, "drafts by other methods"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"mode": 3}, "compilation without sites"),
         ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
@@ -276,6 +277,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "uploads": {},
             "digest": str(hash(plan)),
             "key": f"key of {name}",
+            "first": None,
             "streams": False,
             "prefix": {"changed": 0, "read": 0, "salt": "salt"},
         }

@@ -130,13 +130,15 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
         worker = wrapper.ferrohook
         admit = worker.admit
 
-        def spoilt(request_id: str, prompt: int, _digest: str, _read: Any, key: str) -> None:
+        def spoilt(
+            request_id: str, prompt: int, _digest: str, _read: Any, key: str, **others: Any
+        ) -> None:
             worker.admit = admit
             if when == "admitted":
                 raise RuntimeError("out of luck")  # noqa: EM101, TRY003
             add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
             plan = ferrohook.Plan(ferrohook.on("model.layers.1", add))
-            admit(request_id, prompt, "spoilt", lambda: plan, key)
+            admit(request_id, prompt, "spoilt", lambda: plan, key, **others)
 
         worker.admit = spoilt
 

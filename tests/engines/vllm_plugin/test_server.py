@@ -19,7 +19,8 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
-from ferrohook.engines.wire import FIELD, HEADER, Captured, error_of, unpacked
+from ferrohook.engines.wire import FIELD, GATES, HEADER, Captured, error_of, unpacked
+from ferrohook.gates.streaming import numbers_of
 from support.engine_scenes import check_fuzzed, spoilt_plans
 from support.engine_server import check_unserved_routes
 from support.engines import Change, Job
@@ -189,6 +190,65 @@ def test_spoilt_plans_are_answered_with_400(
     Job(PROMPT, job.changes).check(model, Answer(given["token_ids"], {}), NEW)
 
 
+def test_each_choice_has_its_own_captures(models: Any, client: httpx.Client) -> None:
+    """Of several answers to each of two prompts, and their values of gates in a stream."""
+    model = models["llama"][1]
+    gated = next(job.gated for job in random_jobs(24, seed=3, gates=1.0) if job.gated)
+    change = Change(1, fh.Add(VECTOR), "generated")
+    jobs = [Job(each, (change,), ("model.layers.2",), gated=gated) for each in (PROMPT, PROMPT[7:])]
+    sent = body(jobs[0], prompt=[job.prompt for job in jobs], n=3, temperature=1.0)
+    answer = client.post("/v1/completions", json=sent)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    own, path = {HEADER: answer.headers[HEADER]}, f"/v1/ferrohook/captures/{answer.json()['id']}"
+    choices = answer.json()["choices"]
+    assert [each["index"] for each in choices] == [*range(6)]
+    assert len({tuple(each["token_ids"]) for each in choices}) == 6
+    for choice in reversed(choices):
+        found = client.get(path, headers=own, params={"index": choice["index"]})
+        acts = unpacked(found.content).acts
+        jobs[choice["index"] // 3].check_acts(model, Answer(choice["token_ids"], acts))
+    assert client.get(path, headers=own, params={"index": 6}).status_code == httpx.codes.NOT_FOUND
+
+    texts: dict[int, list[int]] = {}
+    values: dict[int, list[float]] = {}
+    with client.stream("POST", "/v1/completions", json={**sent, "stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines()]
+    for event in (json.loads(line) for line in lines if line.startswith("{")):
+        path = f"/v1/ferrohook/captures/{event['id']}"
+        for choice in event["choices"]:
+            texts.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            read = choice.get(GATES, {"g": {"values": []}})["g"]
+            values.setdefault(choice["index"], []).extend(numbers_of(read))
+    own = {HEADER: response.headers[HEADER]}
+    assert texts.keys() == {*range(6)}
+    for index, text in texts.items():
+        acts = unpacked(client.get(path, headers=own, params={"index": index}).content).acts
+        jobs[index // 3].check_acts(model, Answer(text, acts))
+        read = torch.tensor(values[index])
+        torch.testing.assert_close(read, acts["@gate.g"], equal_nan=True)
+
+
+def test_each_answer_of_a_chat_has_its_own_captures(models: Any, client: httpx.Client) -> None:
+    job = Job([5, 6], (), ("model.layers.2",))
+    sent = body(job, messages=BODIES["/v1/chat/completions"]["messages"], n=4, temperature=1.0)
+    answer = client.post("/v1/chat/completions", json=sent)
+    own = {HEADER: answer.headers[HEADER]}
+    for choice in answer.json()["choices"]:
+        path = f"/v1/ferrohook/captures/{answer.json()['id']}"
+        found = client.get(path, headers=own, params={"index": choice["index"]})
+        acts = unpacked(found.content).acts
+        job.check_acts(models["llama"][1], Answer(choice["token_ids"], acts))
+
+
+def test_one_answer_that_fails_fails_the_response(client: httpx.Client) -> None:
+    """Of completions vLLM gives no part of an answer; the reason is that of one plan."""
+    sent = failing(Job(PROMPT), FAILS, n=3, temperature=1.0)
+    for name in ("several", "several-1"):
+        answer = client.post("/v1/completions", json=sent, headers={"X-Request-Id": name})
+        assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        assert answer.json()["error"]["message"].startswith("the plan of the request failed: ")
+
+
 FAILS = fh.keep("model.layers.1", max_bytes=1)
 
 
@@ -306,7 +366,7 @@ def test_a_cancelled_request_has_no_captures(running: Server, client: httpx.Clie
         answer = wait_for(client, httpx.codes.NOT_FOUND)
     finally:
         worker.resume()
-    assert "no captures for request 'cmpl-cancelled'" in answer.text
+    assert "no captures for answer 0 of request 'cmpl-cancelled'" in answer.text
 
 
 def wait_for(client: httpx.Client, code: int) -> httpx.Response:

@@ -154,6 +154,18 @@ def test_dictionaries_by_name(models: Any, server: Server, client: Client) -> No
         client.generate(PROMPT, jobs[0].plan, **OPTIONS)
 
 
+def test_several_answers_have_captures_of_their_own(models: Any, client: Client) -> None:
+    options = OPTIONS | {"n": 4, "temperature": 1.0}
+    first = client.generate(PROMPT, STEERED.plan, **options)
+    found = [first, *first.others]
+    assert len({each.token_ids for each in found}) == 4
+    for each in found:
+        STEERED.check_acts(models["llama"][1], answer_of(each))
+    fails = fh.Plan(fh.keep("model.layers.1", max_bytes=1))
+    with pytest.raises(PlanFailedError, match="max_bytes"):
+        client.generate(PROMPT, fails, **options)
+
+
 def test_errors(client: Client) -> None:
     with pytest.raises(RequestRefusedError, match="closest names"):
         client.generate(PROMPT, fh.Plan(fh.keep("model.layers.99")), **OPTIONS)

@@ -13,13 +13,15 @@ import base64
 import contextlib
 import importlib
 import json
+import secrets
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
-from ferrohook.engines.wire import DIGESTS, FIELD, GATES, NAME, VECTORS, packed_uploads
+from ferrohook.engines.wire import ANSWERS, DIGESTS, FIELD, GATES, NAME, VECTORS, packed_uploads
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.gates.streaming import extend
 
@@ -111,9 +113,9 @@ async def _serving(
     """
     uploads, params = uploads_of(manager), obj.sampling_params
     obj.sampling_params = (
-        [await _with_uploads(each, uploads) for each in params]
+        [await _prepared(each, uploads) for each in params]
         if isinstance(params, list)
-        else await _with_uploads(params, uploads)
+        else await _prepared(params, uploads)
     )
     obj.ferrohook_captures = {}
     gates: AnswerGates | None = getattr(obj, GATES, None)
@@ -206,15 +208,45 @@ async def streaming(
             yield event
 
 
-async def _with_uploads(params: Any, uploads: Uploads) -> Any:
-    """Returns the parameters of a request with the uploads that its plan names.
+async def _prepared(params: Any, uploads: Uploads) -> Any:
+    """Returns the parameters of a request as the scheduler takes them.
 
-    Vectors come along, of dictionaries the digests.
+    Those of a plan have the uploads that it names: vectors, of dictionaries the digests. Several
+    answers have a name in common.
+
+    Raises:
+        ValueError: its plan names a vector or a dictionary that was not uploaded, or it asks for
+            beams, or for several answers without a token.
     """
-    custom = _custom(params)
-    text = custom.get(NAME)
-    if not isinstance(text, str) or not may_name_uploads(text):
+    custom = {key: each for key, each in _custom(params).items() if key != ANSWERS}
+    if NAME not in custom:
         return params
+    if _is_several(params.get("beam_width")):
+        reason = CAPABILITIES.refused["beam search"]
+        msg = f"beam search is not supported with sglang: {reason}"
+        raise ValueError(msg)
+    if _is_several(params.get("n")):
+        if params.get("max_new_tokens") == 0:
+            msg = (
+                "with a plan, n > 1 needs new tokens, got max_new_tokens=0: its answers would be "
+                "the same"
+            )
+            raise ValueError(msg)
+        custom[ANSWERS] = secrets.token_hex(16)
+    if data := await _uploads_for(custom[NAME], uploads):
+        custom[VECTORS] = data
+    return {**params, "custom_params": custom}
+
+
+def _is_several(number: Any) -> bool:
+    """True for a number that a client sent, which may be anything, and is not 1."""
+    return number is not None and number != 1
+
+
+async def _uploads_for(text: Any, uploads: Uploads) -> str:
+    """Returns the uploads that a plan names; nothing if it names none."""
+    if not isinstance(text, str) or not may_name_uploads(text):
+        return ""
 
     options = SglangOptions.of_environment()
     options.check_plan(len(text))
@@ -230,5 +262,4 @@ async def _with_uploads(params: Any, uploads: Uploads) -> Any:
         data = packed_uploads(dict(named.vectors), **{DIGESTS: json.dumps(digests)})
         return base64.b64encode(data).decode()
 
-    data = await asyncio.to_thread(read) if len(text) > _LARGE else read()
-    return {**params, "custom_params": {**custom, VECTORS: data}}
+    return await asyncio.to_thread(read) if len(text) > _LARGE else read()

@@ -13,6 +13,7 @@ import secrets
 import sys
 import weakref
 from array import array
+from collections import OrderedDict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,7 @@ from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.uploads import UploadsOfPlan
 from ferrohook.engines.wire import (
+    ANSWERS,
     DIGESTS,
     FIELD,
     GATES,
@@ -51,7 +53,7 @@ from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _LONGEST: Final = 600
 """Most tokens of a page that the self-test fills."""
+_MOST_FIRSTS: Final = 64
+"""Requests whose captures are kept for further answers; later ones run their prompts again."""
 _names: Final = itertools.count()
 
 
@@ -94,6 +98,8 @@ class SchedulerWorker(EngineWorker):
         self._numbers: PlanNumbers | None = None
         """None where plans have salts: all ids in the keys of the cache must be tokens."""
         self._reach = CacheReach()
+        self._firsts: OrderedDict[Any, tuple[EngineRequest, int]] = OrderedDict()
+        """Requests that run a prompt for several answers to it, and the number of those to come."""
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -323,40 +329,65 @@ class SchedulerWorker(EngineWorker):
             if req.cache_salt:
                 check_salt(req.cache_salt)
             if custom.get(NAME) is not None:
-                self._open(req, custom[NAME], custom.get(VECTORS, ""))
+                self._open(req, custom)
 
-    def _open(self, req: Any, value: Any, uploads: Any) -> None:
+    def _open(self, req: Any, custom: Mapping[str, Any]) -> None:
         self.loaded_model()
         for feature, is_used in (
-            ("beam search", req.beam_group is not None),
             ("sessions", req.session is not None),
             ("prompts as embeddings", req.input_embeds is not None),
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
-        text = text_of(value)
+        text, uploads = text_of(custom[NAME]), custom.get(VECTORS, "")
         self._options.check_plan(len(text) + (len(uploads) if isinstance(uploads, str) else 0))
         read = self._admission.read(text, self._named(uploads))
-        prompt = len(req.origin_input_ids)
+        params, prompt = req.sampling_params, len(req.origin_input_ids)
         if read.captures:
-            self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
-        name = str(next(_names))
-        self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
+            self._admission.check_captures(read.plan, prompt, params.max_new_tokens, params.n)
+        name, first = str(next(_names)), None
+        prompt_of_answers = custom.get(ANSWERS), tuple(req.origin_input_ids)
+        runs_prompt = ANSWERS in custom and params.max_new_tokens == 0
+        if ANSWERS in custom and not runs_prompt:
+            first = self._first_of(prompt_of_answers)
+        plan = _cloning(read.plan)
+        self.admit(name, prompt, read.digest, lambda: plan, name, parent=first)
+        if runs_prompt:
+            self._keep_first(prompt_of_answers, self.requests[name], params.n)
         # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req
         req.ferrohook = name
-        req.ferrohook_numbered = self._numbered_plan(read, req)
+        req.ferrohook_numbered = self._numbered_plan(read, req, is_first=first is None)
         if req.stream:
             self._stream_gates(req, self.requests[name])
 
-    def _numbered_plan(self, read: ReadPlan, req: Any) -> NumberedPlan:
+    def _keep_first(self, name: Any, request: EngineRequest, answers: int) -> None:
+        """Keeps the request that SGLang runs before those of several answers to its prompt.
+
+        It has no answer. Its captures are the rows of the prompt of theirs.
+        """
+        request.taken = True
+        self._firsts[name] = request, answers
+        if len(self._firsts) > _MOST_FIRSTS:
+            self._firsts.popitem(last=False)
+
+    def _first_of(self, name: Any) -> EngineRequest | None:
+        """Returns the request that ran the prompt for an answer; None if that has to run it."""
+        request, answers = self._firsts.pop(name, (None, 0))
+        if request is None or request.failure is not None or request.tokens < request.prompt_length:
+            return None
+        if answers > 1:
+            self._firsts[name] = request, answers - 1
+        return request
+
+    def _numbered_plan(self, read: ReadPlan, req: Any, *, is_first: bool) -> NumberedPlan:
         """Returns the plan of a request as the cache knows it, or gives the request a salt."""
         prompt = len(req.origin_input_ids)
         prefix = self._admission.prefix(read, prompt, self._reach)
         of_client = req.cache_salt if self._numbers is None else None
         salt = self._admission.salt(read, prompt, of_client)
-        plan = NumberedPlan(0, None, prefix.read)
+        plan = NumberedPlan(0, None, prefix.read if is_first else prefix.gated)
         if prefix.changed is None or salt is None:
             return plan
         if self._numbers is None:
@@ -520,7 +551,7 @@ class SchedulerWorker(EngineWorker):
             ran_last = 1  # which other answers' last tokens do not
         self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
-        if not request.captures or end["type"] == "abort":
+        if not request.captures or request.taken or end["type"] == "abort":
             return
         tokens = len(req.origin_input_ids) + len(texts) + ran_last
         data = self.packed_captures(request, tokens)

@@ -29,12 +29,13 @@ def extra_args(plan: Plan) -> dict[str, Any]:
     return {"ferrohook": plan.to_json()}
 
 
-def activations(llm: Any, output: Any) -> Captured:
+def activations(llm: Any, output: Any, index: int = 0) -> Captured:
     """Returns the captures of a finished request, once.
 
     Args:
         llm: `LLM` or `LLMEngine` that served it.
         output: its `RequestOutput`, or its id.
+        index: of the answer, `output.outputs[index]`, where the request asked for several (`n`).
 
     Raises:
         HookError: the plan of the request failed, or its captures are missing or were dropped.
@@ -42,7 +43,7 @@ def activations(llm: Any, output: Any) -> Captured:
         ValueError: several requests have the id.
     """
     front_end = connect(llm)
-    ticket = front_end.find(getattr(output, "request_id", output))
+    ticket = front_end.find(getattr(output, "request_id", output), index)
     if ticket.tokens is None:
         msg = f"the request {ticket.request_id!r} is not finished, or was cancelled"
         raise HookError(msg)

@@ -97,7 +97,7 @@ class VLLMRoutes(EngineRoutes):
         Args:
             request: with the token of the answer in the header `X-Ferrohook-Captures`.
             response_id: `id` of vLLM's response.
-            index: of the prompt, where the request had several.
+            index: of the choice in the response.
         """
         front_end = await self._front_end()
         ticket = await self._ticket(front_end, request, response_id, index)
@@ -154,18 +154,15 @@ class VLLMRoutes(EngineRoutes):
             secret = (ticket.token or secrets.token_urlsafe()).encode()
             return hmac.compare_digest(secret, str(token).encode())
 
-        for request_id in (response_id, f"{response_id}-{index}"):
-            if front_end.servers > 1:
-                data, *_ = await call_async(self._engine, "tickets", request_id)
-                front_end.adopt(json.loads(data))
-            try:
-                return front_end.find(request_id, may)
-            except KeyError:
-                continue
-            except ValueError as error:
-                raise HTTPException(409, str(error)) from error
-        msg = f"no captures for request {response_id!r}, or they were already fetched"
-        raise HTTPException(404, msg)
+        if front_end.servers > 1:
+            data, *_ = await call_async(self._engine, "tickets", response_id)
+            front_end.adopt(json.loads(data))
+        try:
+            return front_end.find(response_id, index, may)
+        except KeyError as error:
+            raise HTTPException(404, error.args[0]) from error
+        except ValueError as error:
+            raise HTTPException(409, str(error)) from error
 
     async def _take(self, front_end: FrontEnd, ticket: CapturingRequest, since: int = 0) -> bytes:
         front_end.forget(ticket)

@@ -1,9 +1,10 @@
 """Entry point `vllm.general_plugins`: what vLLM calls in each of its processes.
 
 Few names of vLLM are used, each bound as late as can be. Front end: `process_inputs` of
-`InputProcessor`; `add_request`, `process_outputs`, `_finish_request` and `abort_requests` of
-`OutputProcessor`; `add_request` of both engines; `GenerateBaseServing._raise_if_error`,
-`create_completion` and `create_chat_completion` of the OpenAI server; and what `calls` calls.
+`InputProcessor`; `get_child_info` of `ParentRequest`; `add_request`, `process_outputs`,
+`_finish_request` and `abort_requests` of `OutputProcessor`; `add_request` of both engines;
+`GenerateBaseServing._raise_if_error`, `create_completion` and `create_chat_completion` of the
+OpenAI server; and what `calls` calls.
 Engine: `Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop`,
 `_gen_prompt_embeds_extra_hash_keys`, `KVCacheManager.get_computed_blocks`,
 `KVCacheCoordinator.cache_blocks` and what `self_test` and `prefix_cache` call. Worker:
@@ -35,7 +36,7 @@ from ferrohook.engines.routes import PlanGate
 from ferrohook.engines.vllm import metrics, prefix_cache, self_test, steps
 from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.prefix_cache import has_plan
-from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, streams
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, of_answer, streams
 from ferrohook.engines.vllm.runners import NO_REPORT, around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
 from ferrohook.engines.wire import FIELD, GATES, HEADER, NAME
@@ -223,6 +224,8 @@ def _refusing(  # noqa: PLR0913, PLR0917 (vLLM's arguments)
 def _processing(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    if NAME in (getattr(params, "extra_kwargs", None) or ()):
+        refuse("pooling models")
     request = original(self, request_id, prompt, params, *args, **kwargs)
     try:
         check_salt(request.cache_salt)
@@ -271,6 +274,15 @@ async def _adding_async(
     return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
+@_around("v1.engine.parallel_sampling.ParentRequest.get_child_info")
+def _sampling(original: Any, self: Any, index: int) -> tuple[str, Any]:
+    """Gives each of several answers captures of its own."""
+    request_id, params = original(self, index)
+    if index and has_plan(params):
+        params = of_answer(params, index, f"0_{self.request_id}")
+    return request_id, params
+
+
 @_around(f"{_OUTPUTS}.add_request")
 def _joining(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     original(self, request, *args, **kwargs)
@@ -292,7 +304,9 @@ def _outputting(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: An
         elif each.finish_reason == reasons.ERROR:
             if (state := self.request_states.get(each.request_id)) is None:
                 continue
-            _tell(self, FrontEnd.failed, each.request_id, state.external_req_id, each.stop_reason)
+            answers = each.request_id if state.parent_req is None else state.parent_req.request_id
+            names = each.request_id, answers, state.external_req_id
+            _tell(self, FrontEnd.failed, *names, each.stop_reason)
     return original(self, outputs, *args, **kwargs)
 
 
@@ -430,7 +444,7 @@ def _looking_up(original: Any, self: Any, request: Any, *args: Any, **kwargs: An
     find = coordinator.find_longest_cache_hit
 
     def finding(hashes: Any, most: int) -> Any:
-        return find(hashes, _safely(0, prefix_cache.readable, request, most))
+        return find(hashes, _safely(0, prefix_cache.readable, coordinator, request, most))
 
     # Cutting the result would be wrong for sliding windows.
     coordinator.find_longest_cache_hit = finding

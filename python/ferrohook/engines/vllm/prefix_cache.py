@@ -31,6 +31,11 @@ class CachedPlan:
     """First position whose keys and values it may change; None if it changes none."""
     read: int | None
     """First position that must run for it; None if there is none."""
+    gated: int | None = None
+    """First position that its gates read; None if there is none."""
+    first: str | None = None
+    """Request of the first answer to its prompt, which captures the rows of the prompt for it; None
+    if it is that itself."""
     checked: int = 0
     """Tokens whose steps have been checked."""
 
@@ -54,10 +59,34 @@ def keys_of(request: Any, end: int) -> list[tuple[str, str]]:
     return [private_key() if plan.salt is None else (NAME, plan.salt)]
 
 
-def readable(request: Any, tokens: int) -> int:
-    """Returns how many of a request's first tokens may be read from the cache."""
-    read = _plan_of(request).read
-    return tokens if read is None else min(tokens, read)
+def readable(coordinator: Any, request: Any, tokens: int) -> int:
+    """Returns how many of a request's first tokens may be read from the cache.
+
+    Args:
+        coordinator: of the cache.
+        request: the request.
+        tokens: its tokens that may be cached.
+    """
+    plan = _plan_of(request)
+    if plan.read is None:
+        return tokens
+    most = plan.read
+    if plan.first is not None:
+        most = max(most, min(request.num_prompt_tokens, _captured(coordinator, plan.first)))
+    if plan.gated is not None:
+        most = min(most, plan.gated)
+    return min(tokens, most)
+
+
+def _captured(coordinator: Any, request_id: str) -> int:
+    """Returns how many of a running request's first tokens have run by the end of the step.
+
+    At least: its last block may have room for others. One that does not run has no blocks: it may
+    be preempted, ended, or in another engine, and the worker may not have its captures.
+    """
+    sizes = [each.block_size for each in coordinator.single_type_managers]
+    blocks: tuple[list[Any], ...] = coordinator.get_blocks(request_id)
+    return min(int(size) * (len(group) - 1) for size, group in zip(sizes, blocks, strict=True))
 
 
 def shareable(coordinator: Any, request: Any, tokens: int) -> int:
@@ -124,6 +153,10 @@ def _plan_of(request: Any) -> CachedPlan:
         payload = request.sampling_params.extra_args[NAME]
         # One that did not pass the front end fails in the worker.
         prefix = payload["prefix"] if isinstance(payload, dict) and "prefix" in payload else None
-        found = CachedPlan(**prefix) if prefix is not None else CachedPlan(None, 0, 0)
+        found = (
+            CachedPlan(**prefix, first=payload["first"])
+            if prefix is not None
+            else CachedPlan(None, 0, 0, 0)
+        )
         setattr(request, _PLAN, found)
     return found

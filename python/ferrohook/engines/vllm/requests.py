@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import re
 import threading
@@ -62,12 +63,14 @@ class VllmOptions(EngineOptions):
 
 @dataclasses.dataclass
 class CapturingRequest:
-    """A request that captures, as its client and the worker know it."""
+    """One answer of a request that captures, as its client and the worker know it."""
 
     key: str
     """Name of the captures in the worker; random, so that no other request has it."""
     request_id: str
-    """Of the client, and not unique: clients choose it."""
+    """Of the client's request, over HTTP of its response, and not unique: clients choose it."""
+    choice: int
+    """Index of the answer in the response."""
     token: str | None
     """Secret of the client that sent the request over HTTP."""
     engine_id: str | None = None
@@ -84,6 +87,8 @@ class CapturingRequest:
 
 streams: Final[weakref.WeakValueDictionary[str, AnswerGates]] = weakref.WeakValueDictionary()
 """Answers that are streamed, in the process of their API server, by a random key."""
+_COMPLETION: Final = re.compile(r"(cmpl-.+)-(\d+)")
+"""Id of the request of one prompt of a completion."""
 _SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
 
 
@@ -117,13 +122,16 @@ class FrontEnd:
         self.servers = servers
         self.drafts = 0
         """Drafts of a step, at most: rows beside those of the answer that captures may hold."""
+        self._serves = serves
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
-        self._tickets: dict[str, list[CapturingRequest]] = {}
+        self._tickets: dict[tuple[str, int], list[CapturingRequest]] = {}
+        """By the client's id and the index of the answer."""
         self._by_key: dict[str, CapturingRequest] = {}
         self._running: dict[str, CapturingRequest | None] = {}
         """Tickets of the requests with a plan that the engine has, by its ids; None without one."""
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, str]] = {}
+        """Ids of requests and reasons, by the client's id: its other answers may fail too."""
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
 
     def _read(self, value: Any) -> ReadPlan:
@@ -163,9 +171,8 @@ class FrontEnd:
         if not isinstance(stream, str) or stream not in streams:  # a client's
             stream = ""
         if read.captures:
-            if params.n > 1:
-                refuse("n > 1 with captures")
-            self._admission.check_captures(read.plan, prompt, params.max_tokens + self.drafts)
+            tokens = params.max_tokens + self.drafts
+            self._admission.check_captures(read.plan, prompt, tokens, params.n)
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
             own = token if isinstance(token, str) and token else None
@@ -175,7 +182,11 @@ class FrontEnd:
                     "completions and chats"
                 )
                 raise ValueError(msg)
-            self._issue(CapturingRequest(key, request.request_id, own, stream=stream))
+            response, number = self._response_of(request.request_id)
+            for index in range(params.n):
+                choice = number * params.n + index
+                ticket = CapturingRequest(_key_of(key, index), response, choice, own, stream=stream)
+                self._issue(ticket)
         prefix = self._admission.prefix(read, prompt, self._reach)
         salt = None if prefix.changed is None else self._admission.salt(read, prompt)
         payload = {
@@ -183,6 +194,7 @@ class FrontEnd:
             "uploads": read.used,
             "digest": read.digest,
             "key": key,
+            "first": None,
             "streams": bool(stream),
             "prefix": prefix._asdict() | {"salt": salt},
         }
@@ -190,9 +202,18 @@ class FrontEnd:
         for ours in (FIELD, GATES):
             params.extra_args.pop(ours, None)
 
+    def _response_of(self, request_id: str) -> tuple[str, int]:
+        """Returns the id of a request's response, and the index of its prompt there.
+
+        vLLM's server makes a request of each prompt of a completion.
+        """
+        if self._serves and (found := _COMPLETION.fullmatch(request_id)):
+            return found[1], int(found[2])
+        return request_id, 0
+
     def _issue(self, ticket: CapturingRequest) -> None:
         with self._lock:
-            self._tickets.setdefault(ticket.request_id, []).append(ticket)
+            self._tickets.setdefault((ticket.request_id, ticket.choice), []).append(ticket)
             self._by_key[ticket.key] = ticket
             while len(self._by_key) > _MOST_TICKETS:  # of clients that never asked
                 self._forget(next(iter(self._by_key.values())))
@@ -210,7 +231,7 @@ class FrontEnd:
         with self._lock:
             ticket = self._running.get(engine_id)
         if ticket is not None and (answer := streams.get(ticket.stream)) is not None:
-            answer.add(_index_of(ticket.request_id), values)
+            answer.add(ticket.choice, values)
 
     def finished(self, engine_id: str, tokens: int) -> None:
         """Notes the number of tokens of prompt and answer of a finished request."""
@@ -226,12 +247,22 @@ class FrontEnd:
             if (ticket := self._running.get(engine_id)) is not None:
                 ticket.ran_last = True
 
-    def failed(self, engine_id: str, request_id: str, reason: str) -> None:
-        """Notes the failure of a request's plan."""
+    def failed(self, engine_id: str, answers: str, request_id: str, reason: str) -> None:
+        """Notes the failure of a request's plan.
+
+        Args:
+            engine_id: of the engine.
+            answers: what all answers to its prompt have in common: the engine's id of the first
+                request, where that asks for several.
+            request_id: of the client.
+            reason: why it failed.
+        """
         metrics.FAILURES.inc()
         with self._lock:
             # Clients choose the ids: of two with one, neither learns the other's reason.
-            self._failures[request_id] = _SEVERAL if request_id in self._failures else reason
+            other, _ = self._failures.setdefault(request_id, (answers, reason))
+            if other != answers:
+                self._failures[request_id] = other, _SEVERAL
             if len(self._failures) > _MOST_TICKETS:
                 self._failures.pop(next(iter(self._failures)))
             if (ticket := self._running.get(engine_id)) is not None:
@@ -242,7 +273,7 @@ class FrontEnd:
         names = re.compile(rf"{re.escape(request_id)}(-\d+)?")
         with self._lock:
             name = next(filter(names.fullmatch, self._failures), None)
-            return None if name is None else self._failures.pop(name)
+            return None if name is None else self._failures.pop(name)[1]
 
     def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
@@ -271,24 +302,25 @@ class FrontEnd:
         return keys
 
     def find(
-        self, request_id: str, may: Callable[[CapturingRequest], bool] = bool
+        self, request_id: str, choice: int = 0, may: Callable[[CapturingRequest], bool] = bool
     ) -> CapturingRequest:
-        """Returns the ticket of a client's request.
+        """Returns the ticket of an answer.
 
         Args:
-            request_id: of the client.
+            request_id: of the client, see `CapturingRequest`.
+            choice: index of the answer.
             may: tells whether who asks may have a ticket.
 
         Raises:
-            KeyError: no request of the id captured, or it was cancelled, or they were fetched.
+            KeyError: no such answer captured, or it was cancelled, or its captures were fetched.
             ValueError: several have the id.
         """
         with self._lock:
-            tickets = [*filter(may, self._tickets.get(request_id, []))]
+            tickets = [*filter(may, self._tickets.get((request_id, choice), []))]
         if not tickets:
             msg = (
-                f"no captures for request {request_id!r}, or it was cancelled, or they were "
-                "already fetched"
+                f"no captures for answer {choice} of request {request_id!r}, or it was cancelled, "
+                "or they were already fetched"
             )
             raise KeyError(msg)
         if len(tickets) > 1:
@@ -303,16 +335,32 @@ class FrontEnd:
 
     def _forget(self, ticket: CapturingRequest) -> None:
         self._by_key.pop(ticket.key, None)
-        tickets = self._tickets.get(ticket.request_id, [])
+        name = ticket.request_id, ticket.choice
+        tickets = self._tickets.get(name, [])
         if ticket in tickets:
             tickets.remove(ticket)
         if not tickets:
-            self._tickets.pop(ticket.request_id, None)
+            self._tickets.pop(name, None)
 
 
-def _index_of(request_id: str) -> int:
-    """Returns the index of a request's choice in its answer: vLLM numbers those of completions."""
-    return int(request_id.rpartition("-")[2]) if request_id.startswith("cmpl-") else 0
+def of_answer(params: Any, index: int, first: str) -> Any:
+    """Returns the parameters of a further one of several answers to a prompt.
+
+    Args:
+        params: the parameters, as `FrontEnd.prepare` left them.
+        index: of the answer, from 1 on.
+        first: engine's id of the request of the first answer.
+    """
+    payload = params.extra_args[NAME]
+    own = {**payload, "key": _key_of(payload["key"], index), "first": first}
+    made = copy.copy(params)  # vLLM's own copy may be that of other answers too
+    made.extra_args = {**params.extra_args, NAME: own}
+    return made
+
+
+def _key_of(key: str, index: int) -> str:
+    """Returns the name of the captures of an answer, of that of the first one."""
+    return f"{key}/{index}" if index else key
 
 
 def _prompt_length(request: Any) -> int:

@@ -23,6 +23,9 @@ CAPABILITIES: Final = Capabilities(
         "synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",
+        "several answers to a prompt (n > 1), each with captures of its own",
+        "LoRA adapters, structured outputs, several API servers",
+        "pauses, and weights that are replaced in place",
         "in process, and over HTTP through vllm_xargs",
     ),
     refused={
@@ -54,8 +57,8 @@ CAPABILITIES: Final = Capabilities(
         "enforce_eager=True",
         "CUDA graphs": "a replay does not run Python, and was not tested on a GPU yet: start with "
         "compilation_config={'cudagraph_mode': 'NONE'}, or enforce_eager=True",
+        "sleep mode": "tensors of hooks on the device may be discarded with weights; not tested",
         "diffusion": "a forward reruns tokens that may still change",
-        "n > 1 with captures": "the children share one id: send n requests",
         "beam search": "vLLM does not pass extra_args to the beams",
         "streamed inputs": "the length of the prompt is not final",
     },
@@ -126,6 +129,7 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "compilation of transformers' models": bool(compilation.mode)
         and model.using_transformers_backend(),
         "CUDA graphs": getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE",
+        "sleep mode": bool(model.enable_sleep_mode),
         "diffusion": bool(model.is_diffusion),
     }
     return {feature: CAPABILITIES.refused[feature] for feature, is_used in used.items() if is_used}

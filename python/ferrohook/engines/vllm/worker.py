@@ -238,7 +238,9 @@ class RunnerWorker(EngineWorker):
             msg = "a plan reached the worker without passing the front end"
             raise HookError(msg)
         read = functools.partial(self._read, payload)
-        self.admit(request_id, prompt_length, payload["digest"], read, payload["key"])
+        parent = self.requests.get(payload["first"])
+        names = payload["digest"], read, payload["key"]
+        self.admit(request_id, prompt_length, *names, parent=parent)
         self.requests[request_id].first_changed = payload["prefix"]["changed"]
         if payload["streams"]:
             self.requests[request_id].stream_gates(GateStream())
@@ -372,7 +374,7 @@ class RunnerWorker(EngineWorker):
         return b""
 
     def tickets(self, request_id: str) -> bytes:
-        """Returns the tickets that were noted of a client's request."""
+        """Returns the tickets that were noted of a response."""
         found = [it for it in self._tickets.values() if it["request_id"] == request_id]
         return json.dumps(found).encode()
 
