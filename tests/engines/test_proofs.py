@@ -256,7 +256,7 @@ def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool
     table = modules.named.table
     names = ["@experts.1", "@expert_weights.1"]
     if not called or other:
-        reason = "its router is not proved" if called else "no module takes the numbers"
+        reason = "its router is not proved" if called else "no module takes the ids"
         assert all(reason in table.missing[name.removeprefix("@")] for name in names)
         assert "@router.1" not in table
         return

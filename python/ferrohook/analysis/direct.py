@@ -227,7 +227,7 @@ def _by_head(
     cells = {name: inputs.cells(name, tensor.shape, ("head",)) for name, tensor in read.items()}
 
     def alone(head: int | None) -> dict[str, Tensor]:
-        """Runs one head alone, or none."""
+        """Runs only one head, or none."""
         only = {name: torch.zeros_like(tensor) for name, tensor in read.items()}
         for name, tensor in read.items():
             for cell in cells[name]:

@@ -1,4 +1,4 @@
-"""`direct_effects`: what each feature of dictionaries adds to a metric, the rest told apart."""
+"""`direct_effects`: the contribution of each feature of dictionaries to a metric, and the rest."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class DirectEffects(Printed):
         if others := [each.effect for each in self.features[_MOST_SHOWN:]]:
             lines.append([f"{len(others):,} other features", "", "", f"{sum(others):.3g}"])
         sums = {name: float(self.sources[name].sum()) for name in self.sources.names}
-        # Those before a dictionary of the stream reach the metric by its terms alone.
+        # Those before a dictionary of the stream reach the metric only by its terms.
         sums = {name: it for name, it in sums.items() if bool(self.sources[name].any())}
         sums |= {"biases": self.biases, "metric": self.metric}
         return [*lines, *([name, "", "", f"{value:.3g}"] for name, value in sums.items())]

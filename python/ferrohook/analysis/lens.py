@@ -185,7 +185,7 @@ def _by_the_model(
 
 
 def _check_last(targets: Targets, call: ModelCall, last: str, state: Tensor, output: Any) -> None:
-    """Validates that the logits of a position depend on the last state of that position alone.
+    """Validates that the logits of a position depend only on the last state of that position.
 
     Raises:
         HookError: they do not, as where other layers follow.

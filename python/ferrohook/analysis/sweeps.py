@@ -36,17 +36,17 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     title: str,
     progress: bool,
 ) -> Tensor:
-    """Returns the score of the model for each cell, with that cell replaced alone.
+    """Returns the score of the model for each cell, with only that cell replaced.
 
     The inputs are repeated for as many cells as fit in a forward. In the first one a copy stays
-    unchanged, and is compared with the output of the inputs alone.
+    unchanged, and is compared with the output of the original inputs.
 
     Args:
         targets: tensors of the model that the cells are parts of.
         cells: cells to replace.
         metric: maps the output of a call to a number.
         call: the inputs.
-        plain: the output of the inputs alone.
+        plain: the output of the original inputs.
         sources: values of each target, of the shape of its tensor in `call`.
         batch_size: rows of a forward; a single cell has as many as the inputs.
         title: text before the progress bar.

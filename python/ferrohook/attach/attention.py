@@ -298,7 +298,7 @@ def pass_ahead(
 
     Args:
         module: the attention module.
-        key: of this call's tokens alone, (batch, kv_heads, tokens, head_dim).
+        key: of only this call's tokens, (batch, kv_heads, tokens, head_dim).
         value: as `key`.
         kwargs: keywords for the attention function to come, which then leaves k and v alone.
 
@@ -442,7 +442,7 @@ def _added_mask(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
 ) -> Tensor | None:
     """Returns the mask of a call as eager attention adds it: broadcast to (batch, 1, q, k).
 
-    Functions take it as bools (sdpa), as mask of the padding alone (flash), as a `BlockMask`
+    Functions take it as bools (sdpa), as a mask of only the padding (flash), as a `BlockMask`
     (flex), or leave it out if it is the causal one.
     """
     if isinstance(mask, Tensor) and mask.dim() == _PATTERN_DIMS:

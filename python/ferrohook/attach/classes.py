@@ -128,6 +128,6 @@ def _has_default_init_subclass(cls: type) -> bool:
 
 
 def plain_class(cls: type) -> Any:
-    """Returns the plain class behind a generated one; `cls` itself for any other class."""
+    """Returns the plain class of a generated one; `cls` itself for any other class."""
     _, plain = getattr(cls, "_made_from", (None, cls))
     return plain

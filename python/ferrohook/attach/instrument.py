@@ -169,7 +169,7 @@ def _copy_hooks(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -
         return copied
     vars(copied).pop(_POINTS, None)
     if dispatcher is None or not (
-        # Instrumentation for a scope, a capture or recording alone is not copied.
+        # Instrumentation only for a scope, a capture or a recording is not copied.
         dispatcher.explicit or contextvars.Context().run(dispatcher.registry.list)
     ):
         vars(copied).pop(_KEY, None)
@@ -201,7 +201,7 @@ def _register_method(name: str, phase: Phase) -> Callable[..., HookHandle]:
     @functools.wraps(getattr(HookedBase, name))
     def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
         dispatcher: Dispatcher | None = vars(self).get(_KEY)
-        # A module that is instrumented for a hook or a capture alone will be restored: hooks of
+        # A module that is instrumented only for a hook or a capture will be restored: hooks of
         # this method must outlive that, so they go into torch's dicts.
         if dispatcher is None or not dispatcher.explicit or keeps_state_in_torch_hooks(hook):
             return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
@@ -536,7 +536,7 @@ def restore(model: nn.Module) -> None:
     latest_first = reversed([*_INSTRUMENTATIONS.get(id(model), ())])
     if any(each.attachment.release() for each in latest_first):
         return
-    # The list makes `any` release every module, not the first alone.
+    # The list makes `any` release every module, not only the first.
     modules = [*model.modules()] if isinstance(model, nn.Module) else []
     if not any([*map(release_copy, modules)]):
         msg = f"this {type(model).__name__} is not instrumented: call instrument before restore"

@@ -217,7 +217,7 @@ HookedModule._own_names = own_names(HookedModule)
 
 
 def _unpickled(cls: type[HookedModule[Any]], module: nn.Module) -> HookedModule[Any]:
-    """Wraps a module anew; `__init__` of a subclass may set attributes, which stay as pickled."""
+    """Makes a wrapper; attributes stay as pickled, whatever `__init__` of a subclass sets."""
     attributes = {**module.__dict__}
     wrapper = cls(module)
     module.__dict__.update(attributes)

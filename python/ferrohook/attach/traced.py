@@ -1,7 +1,7 @@
 """Python twin of the native call, which `torch.compile` traces in its place.
 
 Dynamo reads the hooks from `HookedModule._registry.traced` and guards on the result, so the next
-call after a change of hooks is traced anew. It cannot trace the counting of calls: inside a
+call after a change of hooks is traced again. It cannot trace the counting of calls: inside a
 compiled region `HookHandle.calls` does not increase, and `HookHandle.traced` is true. Hooks with
 `always_call` or an `on_error` other than `raise`, and hooks that raise while traced, break the
 graph (with `fullgraph=True`: raise).
@@ -11,7 +11,7 @@ graph (with `fullgraph=True`: raise).
 # stands in the graph as the operator `ferrohook::record`, which asks the context for its recorders
 # when it runs: graphs traced in a capture have the operators of all modules that were captured
 # before. These break the graph too: native detectors, captures that keep gradients, the graph or
-# structures of several tensors, and backward hooks around structures or a call with keywords alone.
+# structures of several tensors, and backward hooks around structures or a call with only keywords.
 # Backward hooks need compiled autograd, as PyTorch's do.
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-# With `nested_graph_breaks` the twin itself is split at a graph break and goes on after it. So
+# With `nested_graph_breaks` the twin itself is split at a graph break and continues after it. So
 # each one is the call of an untraced function that does the right thing.
 def call_untraced(
     native: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -151,7 +151,7 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         return sum(nbytes(tensor) for name in self for tensor in tensors_in(self._unchecked(name)))
 
     def _unchecked(self, name: str) -> Any:
-        # For sizes and shapes alone, so stale tensors are fine.
+        # Only for sizes and shapes, so stale tensors are fine.
         source = self._activations
         return (
             source.unchecked(name) if isinstance(source, CapturedView | Gradients) else source[name]

@@ -37,7 +37,7 @@ def converter(  # noqa: PLR0913, PLR0917 (the steps of a conversion)
         copy: see `capture`.
         read: reads what is stored of the tensor, in new memory.
     """
-    # The collector refers to this function, which therefore refers to the copies alone: a reference
+    # The collector refers to this function, which therefore refers only to the copies: a reference
     # cycle would keep tensors until the next garbage collection.
     if device is None and dtype is None and index is None and read is None:
         return None

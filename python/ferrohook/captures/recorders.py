@@ -39,7 +39,7 @@ Calls: TypeAlias = 'Literal["last", "all"] | int'
 
 
 class CaptureKeywords(TypedDict, total=False):
-    """Options of a capture but for `calls`, which tells the type of its values; see `capture`."""
+    """Options of a capture without `calls`, which decides the type of its values; see `capture`."""
 
     at: At
     inputs: bool

@@ -114,7 +114,7 @@ def _try_hook(*, compiled: bool) -> str:
         model: nn.Module = fh.HookedModule(nn.Identity())
         model.register_forward_hook(_add_one)
         if compiled:
-            # The backend "eager": hooks matter to tracing alone.
+            # The backend "eager": hooks matter only to tracing.
             model = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[assignment]
         works = bool(model(torch.zeros(1)) == 1)
     except Exception as error:

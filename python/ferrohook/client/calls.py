@@ -361,7 +361,7 @@ def _any(response: httpx.Response) -> Any:
     """Returns the JSON of an answer.
 
     Raises:
-        ServerError: the answer tells of an error, or is no JSON.
+        ServerError: the answer reports an error, or is not JSON.
     """
     if not response.is_success:
         raise error_of_status(response)

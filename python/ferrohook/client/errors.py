@@ -63,7 +63,7 @@ def unreachable(error: httpx.TransportError, request: httpx.Request) -> Unavaila
 
 
 def error_of_status(response: httpx.Response) -> ServerError:
-    """Returns the error of an answer that tells of one; its body was read."""
+    """Returns the error that an answer reports; its body was read."""
     found = made(reason_of(response), response.status_code, str(response.request.url))
     if isinstance(found, UnavailableError):
         after = response.headers.get("retry-after", "")

@@ -43,7 +43,7 @@ class _Events:
         """Reads a line; returns the part of the answer in it, if there is one.
 
         Raises:
-            ServerError: the event tells of an error.
+            ServerError: the event reports an error.
         """
         kind, _, data = line.partition(":")
         data = data.strip()
@@ -59,7 +59,7 @@ class _Events:
         if isinstance(found, list):  # SGLang's: of each choice
             found = proof_in(found[0]) if found else b""
         self.proof = found if self.proof is None else self.proof
-        if not event.get("choices"):  # the usage alone
+        if not event.get("choices"):  # only the usage
             return None
         if event.get("object") != GATES:  # which has no text
             self._last = event

@@ -1,1 +1,1 @@
-"""Other libraries' APIs on ferrohook's hooks: a package for each, imported alone."""
+"""Other libraries' APIs on ferrohook's hooks: a package for each, imported separately."""

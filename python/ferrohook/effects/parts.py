@@ -57,7 +57,7 @@ def change_part(
         part: an `output_index`.
         changed: returns the tensor that replaces a tensor.
         adds: whether it adds what does not depend on the tensor: to a sum it is added through the
-            hidden state alone, without rounding the sum.
+            hidden state only, without rounding the sum.
     """
     if part is None:
         return changed(value)

@@ -259,7 +259,7 @@ class GateStates:
                 row.take_back(position)
 
     def stop(self, sequences: int, stopped: Stopped, prompt: int | None) -> None:
-        """Notes that a sequence has ended; the first end behind its prompt counts.
+        """Notes that a sequence has ended; the first end after its prompt counts.
 
         Args:
             sequences: id of the sequences.

@@ -59,7 +59,7 @@ class Place(NamedTuple):
     quantity: str | None = None
     """Name of the quantity that stands there; None where a module was selected."""
     writable: bool = True
-    """False for a quantity that can be read alone."""
+    """False for a quantity that can only be read."""
     shape: tuple[int, ...] | None = None
     """Shape of a quantity in the observed call, where widths hold for any call."""
     head: Head | None = None
@@ -208,7 +208,7 @@ class Written:
 
     @property
     def refuses_positions(self) -> str | None:
-        """Why it cannot change some positions alone; None if it can."""
+        """Why it cannot change only some positions; None if it can."""
         place = self._place
         if not place.inputs and place.part is None:
             return None

@@ -756,7 +756,7 @@ def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> Non
 
 
 def _width_of(module: nn.Module) -> int | None:
-    """Returns the last dimension of a module's output, if its class tells."""
+    """Returns the last dimension of a module's output, if its class shows it."""
     if isinstance(module, nn.Linear):
         return module.out_features
     if isinstance(module, nn.Embedding):

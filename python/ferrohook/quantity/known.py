@@ -1,4 +1,4 @@
-"""Tables of the models that were looked at, kept as long as their modules stay."""
+"""Tables of the examined models, stored as long as their modules stay."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def known_of(model: nn.Module) -> Known:
 
 
 def remember(model: nn.Module, table: Quantities, heads: Mapping[str, tuple[int, int]]) -> None:
-    """Has a table stand for a model, as if the model had been looked at.
+    """Stores a table for a model, as if the model had been examined.
 
     For engines, which look in their own way.
 

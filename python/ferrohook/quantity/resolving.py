@@ -42,7 +42,7 @@ def places_of(
     Raises:
         SelectionError: see `select`; or a quantity is not there or not proved.
         HookTypeError: `inputs` or `output_index` with a quantity, which has both itself.
-        HookError: the model cannot be looked at.
+        HookError: the model cannot be examined.
     """
     wanted = [*_quantities_in(model, what)]
     if not wanted:
@@ -142,7 +142,7 @@ def matching(
 
 
 def _heads_of(quantity: Quantity, side_by_side: Mapping[str, tuple[int, int]]) -> list[Head]:
-    """Returns the heads of a quantity; none if they are not told apart."""
+    """Returns the heads of a quantity; none if they cannot be distinguished."""
     if quantity.name in side_by_side:
         count, width = side_by_side[quantity.name]
         return [Head(number, -1, width) for number in range(count)]

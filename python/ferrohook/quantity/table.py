@@ -48,7 +48,7 @@ class Quantity:
     multiplier: float
     """Factor of the tensor there: the quantity is `multiplier * tensor`."""
     shape: tuple[int, ...]
-    """In the call that was looked at."""
+    """In the call that was examined."""
     dimensions: tuple[str, ...]
     """Names of the dimensions: batch, tokens, width and others."""
     writable: bool
@@ -57,14 +57,14 @@ class Quantity:
     residual: float
     """Largest difference of the equation's sides, relative to the largest element."""
     stream_factor: float | None = None
-    """Factor of the quantity in the stream behind the last block, where the stream is multiplied on
+    """Factor of the quantity in the stream after the last block, where the stream is multiplied on
     the way; None if it is no term of that stream, or passes a norm before."""
     routing: Routing | None = None
     """For ids of experts, where a module returns them and their weights, for a `Route`."""
     experts: int | None = None
     """For ids of experts, their number; None if it is not known."""
     time: int | None = None
-    """When the call that was looked at passed it, counted in starts and ends of modules' calls;
+    """When the examined call passed it, counted in starts and ends of modules' calls;
     None inside an attention module."""
 
     @property
@@ -116,7 +116,8 @@ class Quantities(Mapping[str, Quantity]):
         """Returns a quantity, by its name with or without the sign.
 
         Raises:
-            SelectionError: it is not there or not proved: tells the reason and the nearest ones.
+            SelectionError: it is missing or not proved; the message has the reason and the
+                closest ones.
         """
         full = f"{SIGN}{_plain(name)}"
         found = self._found.get(full) or self._aliases.get(full)

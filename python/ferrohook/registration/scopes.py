@@ -44,7 +44,7 @@ class Scope(Frame):
     def activate(self) -> contextlib.AbstractContextManager[None]:
         """Activates the scope in another context, such as another thread's, by `with`.
 
-        Activates the scopes around it too. Leaving deactivates them for that context alone.
+        Activates the scopes around it too. Leaving deactivates them only for that context.
 
         Raises:
             HookError: when entered, if the scope is not entered, or was left; when left, if that is

@@ -85,7 +85,7 @@ class _GenerationBatch(Batch):
             request.accept(tokens, OF_REQUEST)
 
     def stopped(self, _sequences: int) -> list[int]:
-        """Returns the rows that their plans have ended behind the prompt of this generation."""
+        """Returns the rows that their plans have ended after the prompt of this generation."""
         last = {it: (it.prompt_lengths or [1])[0] - 1 for it in self._places}
         ends = ((it, end) for it in self._places for end in it.stopped)
         return [self._places[it] for it, end in ends if end.position >= last[it]]

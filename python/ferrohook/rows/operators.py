@@ -1,6 +1,6 @@
 """The operators of sites, for compiled or replayed graphs: `steer`, `change`, `tap` and `run`.
 
-The first three read tables whose contents alone change between calls. On the CPU, where their
+The first three read tables of which only the contents change between calls. On the CPU, where their
 kernels run in each call, these ask the site, and a call that it does not serve passes through.
 `run` has no tables: it runs the hooks of the calling context's batch.
 """
@@ -281,6 +281,6 @@ def define() -> None:
     tables is `used`; `tap(x, kept, calls,
     places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
     the index and the count. `run(x, residual, key, order)` returns `x` after the hooks of the batch
-    at the site of the key, and `ran(x, order)` keeps the next `run` behind it.
+    at the site of the key, and `ran(x, order)` keeps the next `run` after it.
     """
     _DEFINITION.complete()

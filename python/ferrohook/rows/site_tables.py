@@ -1,4 +1,4 @@
-"""Sites with tables, whose contents alone change: for graphs that are replayed."""
+"""Sites with tables, of which only the contents change: for graphs that are replayed."""
 
 from __future__ import annotations
 

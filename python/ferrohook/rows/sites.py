@@ -75,7 +75,7 @@ class Sites(SitesBase, ABC):
 
     def _open(self, model: nn.Module) -> None:
         # The model too, which is where the plans of requests begin: instrumenting it later would
-        # have it traced anew.
+        # have it traced again.
         modules = {name: model.get_submodule(name) for name in self.names}
         attach({"": model} | self._outside | modules, self._attachment)
         for site, (name, module) in enumerate(modules.items()):

@@ -279,7 +279,7 @@ class Batcher(Generic[In, Out]):
                 self._changed.wait(left)
             tickets = self._line.take()
             self._gathering = False
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: this worker goes on
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: this worker continues
                 self._start_worker()
         return [each for each in tickets if each.future.set_running_or_notify_cancel()]
 
@@ -310,7 +310,7 @@ class Batcher(Generic[In, Out]):
         rows = consecutive(members)
         try:
             output = self._share(members, rows)
-        except Exception as why:  # noqa: BLE001 (of one of them or of all: each finds out alone)
+        except Exception as why:  # noqa: BLE001 (of one of them or of all: each finds out by itself)
             LOG.warning(
                 "a forward of %d requests failed, so each of them runs separately: %r",
                 len(members),

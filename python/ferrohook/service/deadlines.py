@@ -108,7 +108,7 @@ def limited(seconds: float) -> Iterator[_Limit]:
 
 
 def current_deadline() -> tuple[float, float]:
-    """Returns the end of this context's deadline, as `time.monotonic` tells it, and its seconds.
+    """Returns the end of this context's deadline, by `time.monotonic`, and its seconds.
 
     Both are inf without one.
     """

@@ -100,6 +100,6 @@ async def _respond(request: Request, error: Exception) -> JSONResponse:
             _LOG.error("%s failed (error id %s)", called, number, exc_info=error)
             status, detail = 500, f"internal error: see the service's log for error id {number}"
             if request["http_version"].startswith("1"):
-                # The exception goes on to the server, which closes the connection for it.
+                # The exception reaches the server, which closes the connection for it.
                 headers = {"Connection": "close"}
     return JSONResponse({"detail": detail}, status, headers)

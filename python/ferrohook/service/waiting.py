@@ -54,7 +54,7 @@ class WaitingRequest(Generic[In]):
 
     @property
     def deadline(self) -> float:
-        """End of the deadline of the submitting context, as `time.monotonic` tells it."""
+        """End of the deadline of the submitting context, by `time.monotonic`."""
         return self.limit[0]
 
     def open(self, *, shared: bool) -> Request | None:

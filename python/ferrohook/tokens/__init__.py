@@ -1,1 +1,1 @@
-"""Tokens of a model's calls: positions, what tells them, and hooks that find them."""
+"""Tokens of a model's calls: positions, their sources, and hooks that find them."""

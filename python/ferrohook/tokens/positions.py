@@ -68,7 +68,7 @@ class Tokens(NamedTuple):
     lengths: Tensor | None
     """Number of tokens of each row's prompt: (batch,); None if they are not known."""
     after: Any = None
-    """The sequences behind the call, if they may have a KV cache."""
+    """The sequences of the call, if they may have a KV cache."""
     number: int = 0
     """Of its sequences: calls with the same one run tokens of the same sequences."""
     cache: Any = None

@@ -1,6 +1,6 @@
 """Tokens of a call of a model: the sequence, position and part (prompt or generated) of each.
 
-The one place that finds them, from what tells them:
+The one place that finds them, from these sources:
 
 - How many tokens came before: the KV cache; for one that does not count, the calls that filled it;
   `cache_position`; an `attention_mask` that is longer than the tokens.
@@ -95,7 +95,7 @@ def no_tokens(name: str, prefix: str = "") -> HookError:
 
 
 def stacks_of(model: nn.Module, path: str) -> dict[str, TokenStack]:
-    """Returns the modules, by path, whose calls tell the positions of what runs in a module.
+    """Returns the modules, by path, whose calls show the positions of tokens in a module.
 
     That is the nearest one around it that takes tokens, and those around that one that give it
     their own.
@@ -107,7 +107,7 @@ def stacks_of(model: nn.Module, path: str) -> dict[str, TokenStack]:
     found: dict[str, TokenStack] = {}
     for place in reversed(range(len(around))):
         name, module = around[place]
-        # A part that takes embeddings alone may be one of images.
+        # A part that takes only embeddings may be one of images.
         alone = "inputs_embeds" in _parameters(module) and place == 0
         if not (_takes_tokens(module) or alone):
             if not found and (other := _other_input(module)) is not None:
@@ -441,11 +441,11 @@ class _StackCall:
         self.cache = next((cache for cache in found if cache is not None), None)
         self._mask = arguments.get(f"{stack.prefix}attention_mask")
         places = arguments.get(f"{stack.prefix}position_ids")
-        # With three dimensions they are not positions of tokens alone (M-RoPE).
+        # With three dimensions they are not only positions of tokens (M-RoPE).
         self._places = places if isinstance(places, Tensor) and places.dim() <= _PAIR else None
 
     def past(self, before: _Sequence | None) -> int | None:
-        """Returns how many tokens, padding included, came before; None if nothing tells."""
+        """Returns how many tokens, padding included, came before; None if no source shows it."""
         cache, start = self.cache, self._arguments.get("cache_position")
         if isinstance(cache, tuple | list) and cache and isinstance(cache[0], tuple | list):
             return int(cache[0][0].shape[-2])
@@ -464,7 +464,7 @@ class _StackCall:
         """True if the rows of the cache were chosen, reordered or repeated since a call.
 
         Args:
-            before: behind that call.
+            before: the sequence after that call.
             reorders: the caller is known to reorder rows itself.
         """
         if before.batch != self.batch:
@@ -486,7 +486,7 @@ class _StackCall:
         """Returns the position of each token, `PADDING` for padding: (batch, length).
 
         Raises:
-            HookError: nothing tells them.
+            HookError: no source shows them.
         """
         if past is None:
             if self._places is None:
@@ -611,7 +611,7 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
         raise HookError(msg) from error
     mask = options.get(f"{_DECODER}attention_mask" if decodes else "attention_mask")
     embeds = None if decodes else options.get("inputs_embeds")
-    # Behind a cache its input is the whole text, if it has a mask as long, and else goes on.
+    # After a cache its input is the whole text, if it has a mask as long, and else a continuation.
     whole = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
     if embeds is not None:
         columns = embeds.shape[1]

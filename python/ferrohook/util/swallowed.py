@@ -50,7 +50,7 @@ def refuse_swallowed(
         meant: further names that are refused, and what `taker` takes instead of each.
 
     Raises:
-        HookTypeError: a keyword is an option of hooks or captures; tells what takes it.
+        HookTypeError: a keyword is an option of hooks or captures; the message says what takes it.
     """
     suspects = {name for name in kwargs if name in _WAYS or name in meant}
     if not suspects:

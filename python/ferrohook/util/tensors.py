@@ -86,7 +86,7 @@ def same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def repacked(sequence: PackedSequence, data: Any) -> Any:
-    """Returns a packed sequence with other data; the data alone if they have other tokens.
+    """Returns a packed sequence with other data; only the data if they have other tokens.
 
     A sequence of another number of tokens could not be unpacked.
     """

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 
 OLDEST = (2, 13)
-# Free-threaded CPython 3.13 has no wheels of newer torch. Older torch fails under Dynamo alone,
+# Free-threaded CPython 3.13 has no wheels of newer torch. Older torch fails only under Dynamo,
 # which does not run there.
 OLDEST_FREE_THREADED = (2, 11)
 

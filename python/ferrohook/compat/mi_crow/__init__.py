@@ -2,11 +2,11 @@
 
 # A `Hook` is an object whose bound method is the registered callable; a deep copy of a module
 # copies it along. `enabled` is its handle's. One lock for all `Layers` keeps a hook on one
-# layer at most. A detector collects into a `ContextDict`. A context cannot be told from its copy,
-# so values are never changed in place: each write puts a new key into the dict's context variable,
-# by which the dict finds the contents, weakly. A controller receives the activations themselves,
-# as a copy would double the cost of a call; a write shows in the tensor's version. Inference
-# tensors have no version and Dynamo does not know it: there a controller receives a copy.
+# layer at most. A detector collects into a `ContextDict`. A context cannot be distinguished from
+# its copy, so values are never changed in place: each write puts a new key into the dict's context
+# variable, by which the dict finds the contents, weakly. A controller receives the activations
+# themselves, as a copy would double the cost of a call; a write shows in the tensor's version.
+# Inference tensors have no version and Dynamo does not know it: there a controller receives a copy.
 
 from ferrohook.compat.mi_crow.controllers import (
     Controller,

@@ -309,13 +309,13 @@ class HookPoint(nn.Module):
             dir: `fwd` for activations, `bwd` for gradients.
             is_permanent: removed only with `including_permanent=True`.
             level: an int to remove it by, together with others of that level.
-            prepend: run ahead of all others instead of behind them.
+            prepend: run ahead of all others instead of after them.
             alias_names: call it once for each of these names, with a view of the point under that
                 name; each call sees the result of the one before.
             scope: fire only in contexts that entered this scope, until it is left.
 
         Returns:
-            The handle of this hook alone.
+            The handle of this hook only.
 
         Raises:
             HookTypeError: `hook` cannot be called like that, or an option has the wrong type.

@@ -91,7 +91,7 @@ class HookedRootModule(nn.Module):
     activation to hook, and call `setup` at the end of `__init__`. `wrap` creates hook points on an
     existing model instead.
 
-    Hooks of `hooks`, `run_with_hooks` and `run_with_cache` fire in the calling context alone:
+    Hooks of `hooks`, `run_with_hooks` and `run_with_cache` fire only in the calling context:
     threads and tasks that share the model do not see each other's. Hooks of `add_hook` fire in all.
 
     Attributes:
@@ -361,7 +361,7 @@ class HookedRootModule(nn.Module):
         clear_contexts: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """Calls the model with hooks for this call alone, see `hooks`.
+        """Calls the model with hooks for this call only, see `hooks`.
 
         Args:
             *model_args: positional arguments of the model.

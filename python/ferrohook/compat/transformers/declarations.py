@@ -26,7 +26,7 @@ class OutputRecorder:
     The recorders of one key share `detach`, `device` and `dtype`.
 
     Args:
-        target_class: a subclass of `nn.Module`, or None to match by `class_name` alone.
+        target_class: a subclass of `nn.Module`, or None to match only by `class_name`.
         index: the recorded item of an output that is a tuple; other outputs are recorded whole.
         layer_name: match only modules with these segments in their path, such as `self_attn`.
         class_name: the end of the class's name, or of the module's path.
@@ -114,7 +114,7 @@ def _recorders(declared: dict[str, Any]) -> dict[str, list[OutputRecorder]]:
 def _parsed(key: str, declared: Any) -> OutputRecorder:
     if isinstance(declared, OutputRecorder):
         return declared
-    # transformers' default: attentions are the second item, behind the layer's main output.
+    # transformers' default: attentions are the second item, after the layer's main output.
     index = 0 if HIDDEN in key else 1
     try:
         if isinstance(declared, str):

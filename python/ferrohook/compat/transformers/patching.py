@@ -146,7 +146,7 @@ def apply_patches(*packages: str) -> Iterator[None]:
 
     Replaces each attribute of the packages' loaded Python modules that is a subclass of `nn.Module`
     and whose name a key matches. Leaving restores the classes, after an exception too; each of
-    overlapping blocks removes its own replacements alone. The replacement is global to the process:
+    overlapping blocks removes only its own replacements. The replacement is global to the process:
     other threads make models of the replacements meanwhile.
 
     Args:

@@ -109,7 +109,7 @@ class Store(ABC):
 
     @abstractmethod
     def _restart(self, run: str, batch: int) -> None:
-        """Opens a batch anew, see `restart`."""
+        """Reopens a batch, see `restart`."""
 
     @abstractmethod
     def _complete(

@@ -52,7 +52,7 @@ class Anatomist:
     """Finds the steps of the blocks of one look.
 
     Args:
-        model: the copy that was looked at, whose modules are called to find norms.
+        model: the copy that was examined, whose modules are called to find norms.
         look: tensors of one forward.
     """
 
@@ -267,7 +267,7 @@ class Anatomist:
         moved = not _close(small[..., :_SWAPPED], other[..., :_SWAPPED])
         if not (same_size and apart and by_size and moved):
             return False
-        # A sublayer with its norm behind is no norm, though nothing that it adds is that large.
+        # A sublayer with its norm after it is no norm, though nothing that it adds is that large.
         bias = bias.nan_to_num()
         whole, own = small - bias, own - bias
         factors = (own * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)

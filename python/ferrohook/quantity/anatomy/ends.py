@@ -1,4 +1,4 @@
-"""Ends of the stream: the embedding before the first block, norm and logits behind the last."""
+"""Ends of the stream: the embedding before the first block, norm and logits after the last."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def beginning(subject: Subject, look: Look, stream: int, start: int) -> Beginnin
     """Finds how the stream begins; the reason if it does not.
 
     Args:
-        subject: the copy that was looked at.
+        subject: the copy that was examined.
         look: of the copy.
         stream: value that the first block takes.
         start: time at which it begins.
@@ -187,7 +187,7 @@ def _embedded(
 
 
 def _passed(calls: list[ModuleCall], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields a value, and what modules that take it alone make of it, with their paths."""
+    """Yields a value, and the outputs of modules that take only it, with their paths."""
     paths: tuple[str, ...] = ()
     for _ in range(_MOST_MODULES):
         yield value, paths

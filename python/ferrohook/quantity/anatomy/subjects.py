@@ -1,4 +1,4 @@
-"""Subjects of looks: a copy of a model, and the call in which it is looked at."""
+"""Subjects of looks: a copy of a model, and the call in which it is examined."""
 
 # The copy shares the parameters with the model and nothing else: it is in eval mode, its hooks are
 # gone, and what its forwards change (caches, statistics) is its own. So a look leaves no trace,
@@ -56,7 +56,7 @@ class Example(NamedTuple):
 
 
 class Subject:
-    """A model that is looked at, and the call in which it is.
+    """A model that is examined, and the call in which it is.
 
     Args:
         model: a structural copy, see `structural_copy`.
@@ -248,7 +248,7 @@ def in_float32(subject: Subject) -> Subject:
     """Returns a structural copy that computes in float32 if it is of half precision and not large.
 
     In half precision rounding hides the terms of an equation. The model's own subject where the
-    forward of the copy fails, as one with kernels of half precision alone does.
+    forward of the copy fails, as one with kernels only for half precision does.
     """
 
     def converted(value: Any) -> Any:

@@ -379,7 +379,7 @@ class Classifier:
     """Finds the kinds of the sublayers of one model.
 
     Args:
-        subject: the copy that was looked at.
+        subject: the copy that was examined.
         look: of the copy.
         heads: quantities found inside its attention modules, by path.
     """

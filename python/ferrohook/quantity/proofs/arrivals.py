@@ -22,7 +22,7 @@ class Arrivals:
     """Writes to the quantities of one model.
 
     Args:
-        subject: the copy that was looked at.
+        subject: the copy that was examined.
         stacks: of the model.
     """
 

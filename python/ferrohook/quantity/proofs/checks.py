@@ -28,7 +28,7 @@ class Checks:
     """Residuals of equations, by the names of the quantities in them.
 
     Args:
-        model: the copy that was looked at.
+        model: the copy that was examined.
         look: with writes.
     """
 

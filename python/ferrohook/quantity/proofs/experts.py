@@ -78,7 +78,7 @@ def prove_experts(
     """Proves numbers and weights of experts: with other ones that are written, or by the router.
 
     Args:
-        subject: the copy that was looked at.
+        subject: the copy that was examined.
         look: at the subject.
         mixtures: blocks with experts.
 

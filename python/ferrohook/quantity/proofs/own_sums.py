@@ -48,7 +48,7 @@ class OwnSums:
         return 1.0 if isinstance(found, str) else found[0][1 + each.term]
 
     def stream_factors(self, parts: Sequence[BlockParts]) -> dict[ObservedTensor, float]:
-        """Returns the factors that tensors of a stack have in the stream behind its last block.
+        """Returns the factors that tensors of a stack have in the stream after its last block.
 
         Left out is what comes before a norm of the stream, or before a block without sums.
         """

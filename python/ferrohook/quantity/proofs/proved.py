@@ -28,7 +28,7 @@ class Proved:
     point: str | None = None
     """Point inside the attention module at the site, see `ferrohook.attach.attention`."""
     stream_factor: float | None = None
-    """Factor of the quantity in the stream behind the last block; None if it is no term of it."""
+    """Factor of the quantity in the stream after the last block; None if it is not a term of it."""
     routing: Routing | None = None
     """For ids of experts, where their module returns them and their weights."""
     experts: int | None = None

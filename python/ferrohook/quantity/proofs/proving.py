@@ -92,7 +92,7 @@ def prove(
     """Proves the quantities of a model by looks at it.
 
     Args:
-        subject: the model that is looked at; of a copy, with uneven parameters.
+        subject: the model that is examined; of a copy, with uneven parameters.
         look: at the subject.
         first: at the model with its own parameters.
         heads: quantities found inside its attention modules, by path.

@@ -152,7 +152,7 @@ def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
     """Returns the names of routers to which can be written: weights are those of what is written.
 
     Args:
-        subject: the copy that was looked at.
+        subject: the copy that was examined.
         found: routers by name.
     """
     try:
