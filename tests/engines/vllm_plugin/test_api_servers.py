@@ -103,6 +103,30 @@ def test_random_requests(models: Any, servers: Servers, request: pytest.FixtureR
     assert min(ran) > len(jobs) / 4  # on all ranks
 
 
+def test_several_answers_may_run_on_several_ranks(models: Any, servers: Servers) -> None:
+    """Where the first one does not run, the others run the prompt."""
+    jobs = [Job([each, *PROMPT], (), ("model.layers.2",)) for each in range(10, 16)]
+
+    def served(job: Job) -> list[Answer]:
+        answer = servers.ask("POST", "/v1/completions", json=body(job, n=4, temperature=1.0))
+        token, path = answer.json()[FIELD], f"/v1/ferrohook/captures/{answer.json()['id']}"
+        found = []
+        for index, choice in enumerate(answer.json()["choices"]):
+            captured = servers.ask("GET", f"{path}?index={index}", headers={HEADER: token})
+            assert captured.is_success, captured.text
+            found.append(Answer(choice["token_ids"], unpacked(captured.content).acts))
+        return found
+
+    before = servers.finished()
+    with ThreadPoolExecutor(3) as pool:
+        answers = [*pool.map(served, jobs)]
+    for job, found in zip(jobs, answers, strict=True):  # one by one: they share a model
+        for each in found:
+            job.check_acts(models["llama"][1], each)
+    ran = [now - then for now, then in zip(servers.finished(), before, strict=True)]
+    assert min(ran) > len(jobs) / 4
+
+
 def test_captures_stream_from_the_rank_that_runs_the_request(models: Any, servers: Servers) -> None:
     jobs = [Job([5 + each, *PROMPT], (), ("model.layers.2",)) for each in range(4)]
 
