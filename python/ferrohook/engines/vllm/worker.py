@@ -283,6 +283,8 @@ class RunnerWorker(EngineWorker):
 
     def take_step(self, scheduled: Any) -> None:
         """Takes over the drafts of a step, and how many of the earlier ones were accepted."""
+        if self._config.speculative_config is None:
+            return
         self._drafts = scheduled.scheduled_spec_decode_tokens
         cached = scheduled.scheduled_cached_reqs
         for name, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True):
