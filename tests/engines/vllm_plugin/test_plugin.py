@@ -74,6 +74,10 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
 def test_synchronous_drafts_are_served(method: str) -> None:
     assert supported.refusals(config(speculative_config=drafts(method))) == {}
     assert supported.refusals(config(async_scheduling=True)) == {}
+    compiled = config(speculative_config=drafts(method), mode=3)
+    assert [*supported.refusals(compiled, has_sites=True)] == ["drafts in compiled engines"]
+    parallel = config(speculative_config=drafts(method), tensor_parallel_size=2)
+    assert [*supported.refusals(parallel)] == ["drafts with tensor parallelism"]
 
 
 def test_a_compiled_model_of_transformers_is_refused() -> None:

@@ -20,7 +20,7 @@ CAPABILITIES: Final = Capabilities(
         "eager engines: any module that runs once per forward, and routes",
         "compiled engines: the outputs of the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
-        "synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
+        "eager engines: synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",
         "several answers to a prompt (n > 1), each with captures of its own",
@@ -44,6 +44,8 @@ CAPABILITIES: Final = Capabilities(
         "so it does not know the positions of rows: start with async_scheduling=False",
         "adaptive verification of drafts": "only the device knows the rows of each request: start "
         "with enable_adaptive_verification=False in speculative_config",
+        "drafts in compiled engines": "not tested",
+        "drafts with tensor parallelism": "not tested",
         "drafts by other methods": "only these were tested: " + ", ".join(_METHODS),
         "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
         "fast prefill with shared KV": "layers skip rows of the prompt",
@@ -120,6 +122,8 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         and bool(config.scheduler_config.async_scheduling),
         "adaptive verification of drafts": drafts is not None
         and bool(drafts.enable_adaptive_verification),
+        "drafts in compiled engines": drafts is not None and bool(compilation.mode),
+        "drafts with tensor parallelism": drafts is not None and parallel.tensor_parallel_size > 1,
         "drafts by other methods": drafts is not None and drafts.method not in _METHODS,
         "KV transfer": config.kv_transfer_config is not None,
         "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),
