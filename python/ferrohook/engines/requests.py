@@ -175,12 +175,15 @@ class EngineRequest:
 
     def reopen(self) -> None:
         """Opens its plan anew after a failure, for a request all of whose tokens run again."""
+        before = self.opened
         self.close()
         self._begin()  # it may read more of its parent's rows from the cache than at first
-        if self.prepared is not None:
-            self.opened = self.prepared.open()
-        if self.opened is not None and self.gate_stream is not None:
-            self.opened.gates.stream = self.gate_stream
+        if self.prepared is None or before is None:
+            return
+        self.opened = self.prepared.open()
+        if any(isinstance(entry, GateEntry) for entry in self.prepared.entries):
+            # A gate with `lag` needs readings of earlier forwards; `decide` drops those of drafts.
+            self.opened.gates = before.gates
 
     def close(self) -> None:
         """Stops its hooks and captures."""

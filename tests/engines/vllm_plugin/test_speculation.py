@@ -371,3 +371,16 @@ def test_a_request_runs_again_once_for_each_token(
     assert "cached" not in steps_until_end(spoiling, prompts, plan)
     assert count.preempted > 30
     spoiling.generate({"prompt_token_ids": prompt}, sampling(None, 1), use_tqdm=False)
+
+
+def test_a_gate_with_lag_reads_later_in_the_forward(spoiling: Any) -> None:
+    """As drafts have no value of the token before yet, its request runs again for each token."""
+    gate = fh.gate("late", "model.layers.3", fh.Norm(), lag=1, over="token")
+    changing = fh.on("model.layers.1", fh.Ablate(VECTOR), at="generated")
+    lagging = fh.on("model.layers.1", fh.Ablate(VECTOR), when=fh.above("late", 0.0))
+    plans = {"changing": fh.Plan(changing), "lagging": fh.Plan(gate, lagging)}
+    texts = [
+        (output.outputs[0].finish_reason, [*output.outputs[0].token_ids])
+        for output in serve_at_once(spoiling, plans, prompt=[3, 4, 5, 6] * 3, new_tokens=8).values()
+    ]
+    assert texts[0] == texts[1]
