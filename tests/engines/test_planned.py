@@ -109,6 +109,36 @@ def test_a_fork_has_the_rows_of_its_parent_that_it_never_ran(model: nn.Sequentia
         assert [*result.acts] == ["0"]
 
 
+def test_a_fork_that_runs_again_may_need_more_rows_of_its_parent(model: nn.Sequential) -> None:
+    """As more of them are cached by then; and the second failure at a token is the last."""
+    worker = Worker(model)
+    plan = PLAN + fh.Plan(fh.gate("read", "0", fh.Norm()))
+    x = torch.randn(6, WIDTH)
+    draft = torch.full((1, WIDTH), torch.nan)
+    parent = worker.take("a", plan)
+    fork = worker.take("b", plan, parent=parent)
+    for name, position in (("a", 0), ("b", 1)):
+        with worker.step((name, position, 4 - position)):
+            model(x[position:4])
+
+    def step_with_draft() -> None:
+        worker._drafts = {"b": [7]}
+        with worker.step(("b", 4, 2)):
+            model(torch.cat([x[4:5], draft]))
+        worker._drafts = {}
+
+    step_with_draft()
+    assert (worker.retries(), worker.failures()) == ({"b"}, {})
+    with worker.step(("b", 3, 2)):
+        model(x[3:5])
+    assert (worker.retries(), worker.failures()) == (set(), {})
+    result = fork.result()
+    assert result.acts.positions("0") == [*range(5)]
+    torch.testing.assert_close(result.acts["0"], 2 * model(x)[:5])
+    step_with_draft()
+    assert (worker.retries(), [*worker.failures()]) == (set(), ["b"])
+
+
 def test_a_request_that_cannot_be_entered_fails_alone(model: nn.Sequential) -> None:
     worker = Worker(model)
     prepared = PLAN.prepare(model)

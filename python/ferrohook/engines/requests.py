@@ -75,6 +75,8 @@ class EngineRequest:
     """Tokens that ran."""
     drafts: int = dataclasses.field(init=False, default=0)
     """Drafts among the last rows that ran, until `decide` learns how many were accepted."""
+    retried: int = dataclasses.field(init=False, default=0)
+    """Tokens that it had when it had to run again; 0 if it never had to."""
     error: BaseException | None = dataclasses.field(init=False, default=None)
     """Why its plan failed."""
     valid: int = dataclasses.field(init=False, default=0)
@@ -88,8 +90,11 @@ class EngineRequest:
         if self.prepared is not None:
             self.opened = self.prepared.open()
             self.changes = any(isinstance(it, HookEntry) for it in self.prepared.entries)
-        if self.parent is not None:
-            self.start = sys.maxsize
+        self._begin()
+
+    def _begin(self) -> None:
+        """Notes that none of its rows ran."""
+        self.start = 0 if self.parent is None else sys.maxsize
 
     @property
     def state(self) -> Literal["queued", "running", "ended"]:
@@ -170,11 +175,15 @@ class EngineRequest:
 
     def reopen(self) -> None:
         """Opens its plan anew after a failure, for a request all of whose tokens run again."""
+        before = self.opened
         self.close()
-        if self.prepared is not None:
-            self.opened = self.prepared.open()
-        if self.opened is not None and self.gate_stream is not None:
-            self.opened.gates.stream = self.gate_stream
+        self._begin()  # it may read more of its parent's rows from the cache than at first
+        if self.prepared is None or before is None:
+            return
+        self.opened = self.prepared.open()
+        if any(isinstance(entry, GateEntry) for entry in self.prepared.entries):
+            # A gate with `lag` needs readings of earlier forwards; `decide` drops those of drafts.
+            self.opened.gates = before.gates
 
     def close(self) -> None:
         """Stops its hooks and captures."""

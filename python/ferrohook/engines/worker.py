@@ -329,9 +329,8 @@ class EngineWorker:
             for request, span in members:
                 if (error := request.failure) is not None:
                     # Logits that were read are not computed again.
-                    if request.drafts and not request.reads_logits:
+                    if not request.reads_logits and self._runs_again(request):
                         request.reopen()
-                        self._retried.add(request.name)
                     else:
                         self.fail(request, error)
                 elif (
@@ -340,6 +339,19 @@ class EngineWorker:
                     and stopped.position in range(span.position, span.position + span.rows)
                 ):
                     self._stopped[request.name] = stopped
+
+    def _runs_again(self, request: EngineRequest) -> bool:
+        """Has a request with drafts in the step run again, but not forever: once for each token.
+
+        An engine may pad even that run with drafts: vLLM does so with prompts of one token.
+        """
+        if request.name not in self._retried:
+            tokens = request.end - request.drafts
+            if not request.drafts or tokens == request.retried:
+                return False
+            request.retried = tokens
+            self._retried.add(request.name)
+        return True
 
     def _enter(
         self,
@@ -398,9 +410,7 @@ class EngineWorker:
             return
         for request, span, rows in changed:
             if not is_finite(hidden[rows]):
-                if request.drafts:
-                    self._retried.add(request.name)
-                else:
+                if not self._runs_again(request):
                     self.fail(request, failure("hidden states"))
                 hidden[rows] = 0
                 first = request.first_changed

@@ -14,7 +14,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from ferrohook.engines.requests import EngineRequest
-from ferrohook.engines.vllm import steps
+from ferrohook.engines.vllm import prefix_cache, steps
 from ferrohook.engines.vllm.plugin import connect
 from ferrohook.gates.streaming import GateStream
 from support import engine_scenes as scenes
@@ -305,3 +305,83 @@ def test_rows_of_rejected_drafts_may_be_nan(
     monkeypatch.setattr(steps, "retry", lambda *_args: None)
     again = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
     assert [*again["spoilt"].outputs[0].token_ids] != texts[0]
+
+
+def steps_until_end(llm: Any, prompts: dict[str, list[int]], plan: fh.Plan) -> dict[str, Any]:
+    """Serves requests of one plan in at most 60 steps; returns the outputs of those that end."""
+    engine = llm.llm_engine
+    for name, prompt in prompts.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling(plan, NEW))
+    outputs = {}
+    for _ in range(60):
+        outputs |= {each.request_id: each for each in engine.step() if each.finished}
+    engine.abort_request([*prompts])
+    return outputs
+
+
+def test_spoilt_drafts_leave_the_blocks_before_them(
+    repeating: tuple[Path, Any], spoiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of a block is in the step with the drafts that follow it."""
+    prompt = ([3, 4, 5, 6] * BLOCK)[: BLOCK - 3]
+    plan = fh.Plan(fh.on("model.layers.1", fh.Scale(3e38), at=slice(BLOCK, None)))
+
+    def serve_both() -> None:
+        spoiling.reset_prefix_cache()
+        (failed,) = steps_until_end(spoiling, {"spoilt": prompt}, plan)["spoilt"].outputs
+        assert (failed.finish_reason, len(failed.token_ids)) == ("error", 4)
+        job = Job([*prompt, *failed.token_ids, 7, 8], (), ("model.layers.2",), kept_at="generated")
+        (output,) = spoiling.generate(
+            {"prompt_token_ids": job.prompt}, sampling(job.plan, NEW), use_tqdm=False
+        )
+        assert output.num_cached_tokens == BLOCK
+        acts = dict(vllm.activations(spoiling, output).acts)
+        job.check(repeating[1], Answer([*output.outputs[0].token_ids], acts), NEW)
+
+    serve_both()
+    monkeypatch.setattr(prefix_cache, "_end_of_rows", lambda _request, tokens: tokens)
+    with pytest.raises(AssertionError):
+        serve_both()
+    spoiling.reset_prefix_cache()
+
+
+def test_a_request_runs_again_once_for_each_token(
+    spoiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though vLLM pads requests with drafts of which one token has to run."""
+    prompt = ([3, 4, 5, 6] * BLOCK)[: BLOCK + 1]
+    prompts = {"other": [9] * 5, "one": [5], "cached": prompt}
+    plan = fh.Plan(fh.on("model.layers.1", fh.Scale(3e38), at="last_prompt"))
+    spoiling.generate({"prompt_token_ids": prompt}, sampling(None, 1), use_tqdm=False)
+    count = DraftCount(spoiling, monkeypatch)
+    outputs = steps_until_end(spoiling, prompts, plan)
+    assert {name: it.outputs[0].finish_reason for name, it in outputs.items()} == dict.fromkeys(
+        prompts, "error"
+    )
+    assert 1 <= count.preempted <= 2
+    retry = steps.retry
+
+    def reading(scheduler: Any, requests: Any) -> None:
+        retry(scheduler, requests)
+        for name in requests:
+            scheduler.requests[name].num_preemptions = 0
+
+    monkeypatch.setattr(steps, "retry", reading)
+    monkeypatch.setattr(EngineRequest, "retried", property(lambda _: 0, lambda *_: None))
+    spoiling.generate({"prompt_token_ids": prompt}, sampling(None, 1), use_tqdm=False)
+    assert "cached" not in steps_until_end(spoiling, prompts, plan)
+    assert count.preempted > 30
+    spoiling.generate({"prompt_token_ids": prompt}, sampling(None, 1), use_tqdm=False)
+
+
+def test_a_gate_with_lag_reads_later_in_the_forward(spoiling: Any) -> None:
+    """As drafts have no value of the token before yet, its request runs again for each token."""
+    gate = fh.gate("late", "model.layers.3", fh.Norm(), lag=1, over="token")
+    changing = fh.on("model.layers.1", fh.Ablate(VECTOR), at="generated")
+    lagging = fh.on("model.layers.1", fh.Ablate(VECTOR), when=fh.above("late", 0.0))
+    plans = {"changing": fh.Plan(changing), "lagging": fh.Plan(gate, lagging)}
+    texts = [
+        (output.outputs[0].finish_reason, [*output.outputs[0].token_ids])
+        for output in serve_at_once(spoiling, plans, prompt=[3, 4, 5, 6] * 3, new_tokens=8).values()
+    ]
+    assert texts[0] == texts[1]

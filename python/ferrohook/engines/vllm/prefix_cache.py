@@ -68,6 +68,9 @@ def readable(coordinator: Any, request: Any, tokens: int) -> int:
         tokens: its tokens that may be cached.
     """
     plan = _plan_of(request)
+    if request.num_preemptions:
+        # It may run again to run without drafts, but vLLM adds some where it runs one token only.
+        tokens = max(0, min(tokens, request.num_tokens - 2))
     if plan.read is None:
         return tokens
     most = plan.read
@@ -98,12 +101,17 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
         tokens: tokens that have run by the end of the step.
     """
     plan = _plan_of(request)
-    if plan.changed is None or tokens <= plan.changed:
+    if plan.changed is None or _end_of_rows(request, tokens) <= plan.changed:
         return tokens
     vars(coordinator).setdefault(_WAITING, {})[request.request_id] = plan
     # One that was preempted runs again, from fewer tokens: their steps are checked anew.
     plan.checked = min(plan.checked, int(request.num_computed_tokens))
     return min(tokens, plan.checked)
+
+
+def _end_of_rows(request: Any, tokens: int) -> int:
+    """Returns the position after the rows of a step, of which the last ones may be drafts."""
+    return tokens + len(request.spec_token_ids) if tokens == request.num_tokens else tokens
 
 
 def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:
