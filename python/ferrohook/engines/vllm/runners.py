@@ -116,6 +116,7 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             length = runner.requests[new.req_id].num_prompt_tokens
             worker.take_request(new.req_id, new.sampling_params, length)
+        worker.note_prompts(scheduler_output.scheduled_new_reqs)
 
     def preparing(
         _result: Any, _scheduler_output: Any, counts: Any, *_args: Any, **_kwargs: Any
@@ -156,6 +157,7 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
                 preempted.remove(new.req_id)
             else:
                 worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
+        worker.note_prompts(scheduler_output.scheduled_new_reqs)
         return result
 
     def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:
