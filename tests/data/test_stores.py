@@ -18,6 +18,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.captures import tensor_files
 from ferrohook.data import LocalStore, Store
+from ferrohook.data.stores.local import lent
 from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
@@ -554,7 +555,7 @@ def test_a_list_of_tensors_is_stored_as_one(store: Store, dtype: torch.dtype) ->
 def test_a_store_lends_its_folder(tmp_path: Path) -> None:
     store = LocalStore(tmp_path, max_pending=1000, sync=True)
     store.put("run", 0, "l", {"x": torch.ones(2)})
-    with store._lent() as folder:
+    with lent(store) as folder:
         assert folder == (str(tmp_path), 1000, True)
         with pytest.raises(fh.errors.StoreError, match="closed"):
             store.put("run", 1, "l", {"x": torch.ones(2)})
@@ -571,7 +572,7 @@ def test_a_store_lends_its_folder(tmp_path: Path) -> None:
         assert again.batches("run") == [0, 1, 2]
     with (
         pytest.raises(fh.errors.StoreError, match="read_only"),
-        LocalStore(tmp_path, read_only=True)._lent(),
+        lent(LocalStore(tmp_path, read_only=True)),
     ):
         pass
 
@@ -579,6 +580,6 @@ def test_a_store_lends_its_folder(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def folder_of_another(store: LocalStore) -> Iterator[None]:
     """Lends a folder to a store that still has it at the end."""
-    with contextlib.ExitStack() as others, store._lent() as folder:
+    with contextlib.ExitStack() as others, lent(store) as folder:
         others.enter_context(folder.opened())
         yield

@@ -142,6 +142,16 @@ def test_inputs_and_dtypes(llm: Any, models: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(got.float(), acts[name][0], rtol=1e-3, atol=1e-3)
 
 
+def test_texts_are_prompts(llm: Any, tmp_path: Path) -> None:
+    texts = ["w30 w31 w32", "w40", "w30 w31 w33"]
+    prompts = [[30, 31, 32], torch.tensor([40]), (30, 31, 33)]
+    assert collect(llm, texts, tmp_path) == (3, 0)
+    assert collect(llm, prompts, tmp_path) == (0, 3)
+    found = rows_in(tmp_path)
+    assert [found[it]["token"].tolist() for it in range(3)] == [[30, 31, 32], [40], [30, 31, 33]]
+    assert fh.data.LocalStore(tmp_path, read_only=True).completed("run") == [0]
+
+
 def test_resumes_after_damage(
     llm: Any, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +201,7 @@ def test_refuses_to_resume_another_run(llm: Any, tmp_path: Path) -> None:
     (weight,) = llm.apply_model(lambda model: model.model.norm.weight)
     weight.data[0] += 1
     try:
-        with pytest.raises(fh.errors.ResumeError, match="'model.norm.weight' changed"):
+        with pytest.raises(fh.errors.ResumeError, match=r"'model\.norm\.weight' changed"):
             collect(llm, prompts, tmp_path)
     finally:
         weight.data[0] -= 1

@@ -118,26 +118,6 @@ class LocalStore(Store):
         state = "read only" if self._writer is None else "closed" if self._writer.closed else "open"
         return f"<LocalStore of {self._folder.path}, {state}>"
 
-    @contextlib.contextmanager
-    def _lent(self) -> Iterator[LentFolder]:
-        """Lends the folder to a store of another process, which writes to it meanwhile.
-
-        This store only reads meanwhile. It is left closed if the other store still has the folder
-        after an error.
-
-        Raises:
-            StoreError: this store is closed or read only, or a write failed.
-        """
-        self._check_writable()
-        self.close()
-        try:
-            yield LentFolder(str(self._folder.path.resolve()), self._max_pending, self._folder.sync)
-        except BaseException:
-            with contextlib.suppress(StoreError):  # the error of the block comes first
-                self._reopen()
-            raise
-        self._reopen()
-
     def _reopen(self) -> None:
         self._writer = Writer(self._folder.lock(), self._folder.write, self._max_pending)
         self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
@@ -291,6 +271,28 @@ class LocalStore(Store):
         """Returns the index of a run; empty for an unknown run."""
         check_batch(run, 0)
         return self._index(run) if run in self.runs() else {}
+
+
+@contextlib.contextmanager
+def lent(store: LocalStore) -> Iterator[LentFolder]:
+    """Lends the folder of a store to one of another process, which writes to it meanwhile.
+
+    The store only reads meanwhile. It is left closed if the other one still has the folder after
+    an error.
+
+    Raises:
+        StoreError: the store is closed or read only, or a write failed.
+    """
+    store._check_writable()
+    store.close()
+    folder = store._folder
+    try:
+        yield LentFolder(str(folder.path.resolve()), store._max_pending, folder.sync)
+    except BaseException:
+        with contextlib.suppress(StoreError):  # the error of the block comes first
+            store._reopen()
+        raise
+    store._reopen()
 
 
 def _submit(writer: Writer, opened: dict[tuple[str, int], StoredBatch]) -> None:

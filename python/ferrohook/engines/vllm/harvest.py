@@ -13,7 +13,7 @@ from torch import Tensor
 from ferrohook import errors
 from ferrohook.data.engine_jobs import collectors
 from ferrohook.data.manifests import check_same
-from ferrohook.data.stores.local import LocalStore
+from ferrohook.data.stores.local import LocalStore, lent
 from ferrohook.engines.harvest import HarvestSettings, digest_of, digests_in
 from ferrohook.engines.vllm.calls import call, found
 from ferrohook.engines.vllm.plugin import connect
@@ -72,7 +72,7 @@ def collect_prompts(job: EngineJob) -> tuple[int, int]:
         fingerprints = store.fingerprints(job.run)
         for batch in store.completed(job.run):
             stored |= digests_in(fingerprints[batch])
-    with store._lent() as folder:
+    with lent(store) as folder:
         return run.collect(job, settings._replace(folder=folder), stored)
 
 
