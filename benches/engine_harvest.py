@@ -135,4 +135,4 @@ def main(model: str = "", rounds: int = 7) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(next(iter(sys.argv[1:]), ""))

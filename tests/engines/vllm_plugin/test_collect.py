@@ -94,6 +94,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.v2
 def test_rows_of_prompts(llm: Any, models: Any, tmp_path: Path) -> None:
     prompts = prompts_of(0)
     assert collect(llm, iter(prompts), tmp_path) == (len(prompts), 0)
@@ -108,6 +109,7 @@ def test_rows_of_prompts(llm: Any, models: Any, tmp_path: Path) -> None:
     assert sorted(rows.tokens.tolist()) == sorted(token for prompt in prompts for token in prompt)
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_random_plans(llm: Any, models: Any, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311 (tests)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import secrets
+import threading
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 _AHEAD: Final = 2
 """Requests that run or wait, in multiples of `max_num_seqs`."""
+_PATIENCE: Final = 1.0
+"""Seconds between looks at an engine in another process."""
 
 
 def collect_prompts(job: EngineJob) -> tuple[int, int]:
@@ -151,7 +155,7 @@ class _Run:
         length = len(job.prompts) if isinstance(job.prompts, Sized) else None
         bar = progress_bar(job.run, length, "prompt", counted="token", shown=job.progress)
         try:
-            with bar as advance:
+            with bar as advance, _noticing_death(self._engine.engine_core):
                 for number, prompt in enumerate(job.prompts):
                     with _noted(number):
                         ids = self._ids(prompt)
@@ -199,9 +203,8 @@ class _Run:
             raise ResumeError(msg)
 
     def _add(self, number: int, ids: list[int]) -> None:
-        from vllm import SamplingParams  # noqa: PLC0415 (takes seconds)
-
-        params = SamplingParams(max_tokens=1, temperature=0, extra_args={NAME: self._read})
+        make = importlib.import_module("vllm").SamplingParams
+        params = make(max_tokens=1, temperature=0, extra_args={NAME: self._read})
         name = f"{self._prefix}{number}"
         self._engine.add_request(name, {"prompt_token_ids": ids}, params)
         self._running[name] = _Running(number, len(ids))
@@ -235,6 +238,31 @@ def _check(answers: list[bytes]) -> dict[str, Any]:
         kind = getattr(errors, answer["kind"], HookError)
         raise kind(answer["error"])
     return answer
+
+
+@contextlib.contextmanager
+def _noticing_death(client: Any) -> Iterator[None]:
+    """Has `step` raise if the engine's process is killed meanwhile: vLLM would wait for ever.
+
+    Args:
+        client: vLLM's client of the engine core, in this process or another.
+    """
+    if not hasattr(client, "outputs_queue"):  # in this process
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_PATIENCE):
+            if client.resources.engine_dead:
+                client.outputs_queue.put(RuntimeError("the engine died"))
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 @contextlib.contextmanager
