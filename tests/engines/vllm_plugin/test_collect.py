@@ -348,7 +348,7 @@ def main(model, folder, killed):
     print(*(each.pid for each in started), flush=True)
     def prompts():
         for number, prompt in enumerate(prompts_of(6, 120)):
-            if number == 70 and killed == "worker":
+            if number == 110 and killed == "worker":
                 for each in started:
                     each.kill()
             if number == 50 and killed == "driver":
