@@ -10,8 +10,8 @@ another input, model, selection or size it is refused.
 
     python examples/harvest_ray.py --vllm --model DIR --select 'model.layers.*' --input texts.txt
 
-With `--vllm` an engine of vLLM runs the texts, as prompts, and captures: (texts, tokens, width),
-zeros behind a text's last token.
+With `--vllm` an engine of vLLM runs the texts, as prompts, and its worker writes the rows of their
+tokens, with `@rows`: batches have whole texts, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.data.fingerprints import fingerprint
 from ferrohook.data.manifests import differences, manifest
+from ferrohook.engines.harvest import digest_of, digests_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,10 @@ Prepare: TypeAlias = "Callable[[list[str]], Any]"
 
 USER_ERROR = 2
 INTERRUPTED = 130
+OTHER_BATCHES = (
+    "{} was made of other batches than --model makes of its lines now: pass the same, or another "
+    "--out"
+)
 OBJECT_STORE = 2**27
 """Bytes of Ray's object store, through which only lines of text pass."""
 
@@ -75,16 +80,15 @@ class Harvester:
     ) -> None:
         # More threads would change the order of additions, and so the last bits.
         torch.set_num_threads(1)
-        self.model, self.prepare = load(model) if vllm is None else load_engine(model, select, vllm)
+        del vllm  # of an engine
+        self.model, self.prepare = load(model)
         self.select = select
         self.batch = batch
         # Raises at once if a pattern matches nothing.
         self.made_of = manifest(self.model, fh.select(self.model, select, called=True), None)
 
     def close(self) -> None:
-        """Stops the engine, if there is one."""
-        if isinstance(self.model, EngineModel):
-            self.model.close()
+        """Releases what the actors need."""
 
     def is_complete(self, part: Part) -> bool:
         """Returns True if all batches of a part are stored.
@@ -100,26 +104,26 @@ class Harvester:
             return False
         before = store.fingerprints("run").get(0)
         if before not in {None, fingerprint(self.prepare(part.lines[: self.batch]))}:
-            msg = (
-                f"{part.folder} was made of other batches than --model makes of its lines now: "
-                "pass the same, or another --out"
-            )
-            raise UserError(msg)
+            raise UserError(OTHER_BATCHES.format(part.folder))
         return True
 
     def harvest(self, part: Part) -> Outcome:
-        """Writes the missing batches of a part."""
-        starts = range(0, len(part.lines), self.batch)
-        batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
+        """Writes what is missing of a part."""
         with warnings.catch_warnings(record=True) as caught:
             for category in (fh.errors.NeverFiredWarning, fh.errors.UnverifiedWarning):
                 warnings.simplefilter("always", category)
             try:
                 with fh.data.LocalStore(part.folder) as store:
-                    fh.collect(self.model, batches, self.select, store, progress=False)
+                    self.collect(part, store)
             except Exception as error:  # noqa: BLE001 (whatever the model raises)
                 return Outcome(f"{part.folder}: {one_line(error)}")
         return Outcome("", "; ".join(str(each.message) for each in caught))
+
+    def collect(self, part: Part, store: fh.data.LocalStore) -> None:
+        """Collects the missing batches of a part."""
+        starts = range(0, len(part.lines), self.batch)
+        batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
+        fh.collect(self.model, batches, self.select, store, progress=False)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
         """Harvests a part that is a row of Ray Data."""
@@ -128,44 +132,22 @@ class Harvester:
         return {"error": [outcome.error], "warning": [outcome.warning]}
 
 
-class EngineModel(nn.Module):
-    """Stands for a model in vLLM: its modules return the engine's captures of prompts.
+class EngineHarvester(Harvester):
+    """An actor with an engine of vLLM in its process, whose worker writes the stores."""
 
-    Names, parameters and buffers equal the engine's model's, so `collect` stores and resumes
-    as with any model.
+    def __init__(
+        self, model: str, select: list[str], batch: int, vllm: dict[str, Any] | None
+    ) -> None:
+        self.llm = start_engine(model, vllm or {})
+        self.batch = batch
+        self.tokenizer = self.llm.get_tokenizer()
+        self.longest = self.llm.llm_engine.model_config.max_model_len - 1
 
-    Args:
-        llm: `LLM` with its engine in this process.
-        select: names or globs of the modules to capture.
-    """
+        def look(engine_model: nn.Module) -> tuple[list[str], dict[str, Any]]:
+            names = [name for name in fh.select(engine_model, select, called=True) if name]
+            return names, manifest(engine_model, names, None)
 
-    def __init__(self, llm: Any, select: list[str]) -> None:
-        super().__init__()
-        self.llm = llm
-        (modules,) = llm.apply_model(lambda model: dict(model.named_modules()))
-        for name, module in modules.items():
-            parent, _, last = name.rpartition(".")
-            if name:
-                runs = type(module).forward is not nn.Module.forward
-                self.get_submodule(parent).add_module(last, nn.Identity() if runs else nn.Module())
-            for key, tensor in {**module._parameters, **module._buffers}.items():
-                self.get_submodule(name).register_buffer(key, tensor)
-        self.names = [name for name in fh.select(self, select, called=True) if name]
-
-    def forward(self, prompts: list[list[int]]) -> None:
-        """Runs prompts, and calls each captured module with its padded activations."""
-        from vllm import SamplingParams  # noqa: PLC0415 (takes seconds)
-
-        from ferrohook.engines.vllm import activations, extra_args  # noqa: PLC0415
-
-        plan = fh.Plan(fh.keep(self.names))
-        parameters = SamplingParams(max_tokens=1, extra_args=extra_args(plan))
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
-        captured = [activations(self.llm, output).acts for output in outputs]
-        for name in self.names:
-            rows = [acts[name] for acts in captured]
-            self.get_submodule(name)(nn.utils.rnn.pad_sequence(rows, batch_first=True))
+        ((self.names, self.made_of),) = self.llm.apply_model(look)
 
     def close(self) -> None:
         """Stops the engine, and drops its parameters. Idempotent."""
@@ -174,33 +156,51 @@ class EngineModel(nn.Module):
 
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-            self._modules.clear()
             cleanup_dist_env_and_memory()
 
+    def is_complete(self, part: Part) -> bool:
+        """Returns True if all prompts of a part are stored.
 
-def load_engine(
-    model: str, select: list[str], options: dict[str, Any]
-) -> tuple[nn.Module, Prepare]:
-    """Starts an engine of vLLM; returns its model, and a function from lines to prompts."""
-    # In this process: the same steps, and bytes, for the same batches.
+        Raises:
+            UserError: another prompt is stored than the one that its line makes now.
+        """
+        if not Path(part.folder).is_dir():
+            return False
+        store = fh.data.LocalStore(part.folder, read_only=True)
+        if "run" not in store.runs() or store.verify("run", contents=False):
+            return False
+        before = store.fingerprints("run")
+        stored: dict[int, str] = {}
+        for batch in store.completed("run"):
+            stored |= digests_in(before[batch])
+        now = dict(enumerate(map(digest_of, self.prompts(part))))
+        if any(now.get(number) != digest for number, digest in stored.items()):
+            raise UserError(OTHER_BATCHES.format(part.folder))
+        return stored.keys() == now.keys()
+
+    def prompts(self, part: Part) -> list[list[int]]:
+        """Returns the token ids of a part's lines."""
+        # Not cut by the tokenizer, which vLLM tells to drop the beginning.
+        return [ids[: self.longest] for ids in self.tokenizer(part.lines)["input_ids"]]
+
+    def collect(self, part: Part, store: fh.data.LocalStore) -> None:
+        """Has the engine's worker write the missing prompts of a part."""
+        fh.collect(self.llm, self.prompts(part), self.names, store, progress=False)
+
+
+def start_engine(model: str, options: dict[str, Any]) -> Any:
+    """Starts an engine of vLLM."""
+    # In this process: the same steps, and bytes, for the same prompts.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    unlimited = {"ferrohook": {"capture_bytes": 2**50, "results_bytes": 2**50}}
+    unlimited = {"ferrohook": {"capture_bytes": 2**50}}
     try:
         from vllm import LLM  # noqa: PLC0415 (reads its settings as it is imported)
 
         settings = {"enforce_eager": True, "additional_config": unlimited, **options}
-        llm = LLM(model, **settings)
+        return LLM(model, **settings)
     except Exception as error:
         msg = f"--vllm --model {model}: {one_line(error)}; pass what vLLM's LLM takes"
         raise UserError(msg) from error
-    tokenizer = llm.get_tokenizer()
-    longest = llm.llm_engine.model_config.max_model_len - 1
-
-    def prepare(lines: list[str]) -> dict[str, list[list[int]]]:
-        # Not cut by the tokenizer, which vLLM tells to drop the beginning.
-        return {"prompts": [ids[:longest] for ids in tokenizer(lines)["input_ids"]]}
-
-    return EngineModel(llm, select), prepare
 
 
 def minilm() -> tuple[nn.Module, Prepare]:
@@ -250,13 +250,14 @@ def harvest(options: argparse.Namespace) -> str:
         for start in range(0, len(lines), size)
     ]
     job = (options.model, options.select, options.batch, options.vllm)
-    harvester = Harvester(*job)  # here too: raises a mistake before any actor starts
+    kind = Harvester if options.vllm is None else EngineHarvester
+    harvester = kind(*job)  # here too: raises a mistake before any actor starts
     try:
         check_same(options, lines, harvester.made_of)
         todo = [part for part in parts if not harvester.is_complete(part)]
         if options.actors and todo:
             harvester.close()  # the actors need its memory
-            outcomes = over_ray(job, todo, options.actors)
+            outcomes = over_ray(kind, job, todo, options.actors)
         else:
             outcomes = map(harvester.harvest, todo)
         report(outcomes, len(parts), len(todo))
@@ -314,7 +315,9 @@ def check_same(options: argparse.Namespace, lines: list[str], made_of: dict[str,
         raise UserError(msg)
 
 
-def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[Outcome]:
+def over_ray(
+    kind: type[Harvester], job: tuple[Any, ...], parts: list[Part], actors: int
+) -> Iterator[Outcome]:
     """Harvests the parts by actors; yields each outcome when it is there."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -339,7 +342,7 @@ def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[O
         ray.data.DataContext.get_current().enable_progress_bars = False
         rows = [{"folder": part.folder, "text": "\n".join(part.lines)} for part in parts]
         done = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            Harvester,
+            kind,
             fn_constructor_args=job,
             batch_size=1,
             num_cpus=1,

@@ -6,8 +6,10 @@ import builtins
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.compat import mi_crow as fi
 from ferrohook.data import LocalStore, MemoryStore, Store
+from ferrohook.util.progress import Rate, progress_bar
 from support.limits import LIMIT
 from support.modules import Returning
 from support.threads import in_threads
@@ -467,6 +470,28 @@ def test_a_progress_bar_is_shown_by_an_installed_package(
         fh.collect(model, batches, "0", MemoryStore(), run="my-run", progress=progress)
         text = stream.getvalue()
         assert text.strip() == "" if seen is None else ("my-run" in text and seen in text)
+
+
+@pytest.mark.parametrize("missing", [(), ("rich",)])
+def test_a_progress_bar_shows_a_rate(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+) -> None:
+    if missing:
+        pytest.importorskip("tqdm")
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    clock = itertools.count(1.0, 0.5)
+    monkeypatch.setattr("ferrohook.util.progress.time.monotonic", lambda: next(clock))
+    rate = Rate("token")
+    assert rate.after(0) == ""
+    assert rate.after(3000) == "3,000 tokens/s"
+    assert rate.after(0) == "2,000 tokens/s"
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar("my-run", 3, "prompt", counted="token") as advance:
+        for _ in range(3):
+            advance(10**6)
+    assert re.search(r"[1-9][\d,]+ tokens/s", stream.getvalue())
+    assert "my-run" in stream.getvalue()
 
 
 def test_batches_of_unknown_number(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:

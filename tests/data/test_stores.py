@@ -18,12 +18,14 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.captures import tensor_files
 from ferrohook.data import LocalStore, Store
+from ferrohook.data.stores.local import lent
 from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
 from support.threads import Together, in_threads, run_together
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 DTYPES = [
@@ -523,3 +525,61 @@ def test_a_bare_batch_is_no_iterable_of_batches() -> None:
     for batch in torch.ones(4, 2), {"input": torch.ones(4, 2)}:
         with pytest.raises(fh.HookTypeError, match=r"iterable of batches, got .*pass \[batch\]"):
             fh.collect(model, batch, "0", fh.data.MemoryStore(), progress=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_list_of_tensors_is_stored_as_one(store: Store, dtype: torch.dtype) -> None:
+    x = (torch.randn(9, 4) * 3).to(dtype)
+    wide = x if dtype == torch.float8_e5m2 else x.repeat_interleave(2, 1)[:, ::2]
+    pieces = [x[:2], x[:0], wide[2:8], x[8:]]
+    for copy in (True, False):
+        tensors = {"pieces": pieces, "one": (x,), "whole": x[0]}
+        store.put("run", int(copy), "l", tensors, copy=copy)
+        store.complete("run", int(copy))
+    pieces[0].copy_(x[2:4])  # after the copy, and the write
+    before = torch.cat(pieces)
+    read = store.get("run", 1, "l")
+    assert (read["pieces"].dtype, read["one"].dtype) == (dtype, dtype)
+    assert torch.equal(read["pieces"][2:].view(torch.uint8), before[2:].view(torch.uint8))
+    assert read["one"].shape == read["pieces"].shape == (9, 4)
+    assert read["whole"].shape == (4,)
+    assert store.verify("run") == []
+    for wrong in ([x, x[:, :2]], [x, torch.ones(2, 4, dtype=torch.int32)], [x[0, 0]], [x, x[0]]):
+        with pytest.raises(ValueError, match="'x' cannot be joined"):
+            store.put("run", 2, "l", {"x": wrong})
+    for other in ([], [x, "y"]):
+        with pytest.raises(fh.errors.HookTypeError, match="must be a dict from str to Tensor"):
+            store.put("run", 2, "l", {"x": other})  # type: ignore[dict-item, list-item]
+
+
+def test_a_store_lends_its_folder(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, max_pending=1000, sync=True)
+    store.put("run", 0, "l", {"x": torch.ones(2)})
+    with lent(store) as folder:
+        assert folder == (str(tmp_path), 1000, True)
+        with pytest.raises(fh.errors.StoreError, match="closed"):
+            store.put("run", 1, "l", {"x": torch.ones(2)})
+        with folder.opened() as other:
+            assert store.batches("run") == [0]
+            other.put("run", 1, "l", {"x": torch.zeros(2)})
+    assert store.batches("run") == [0, 1]
+    store.put("run", 2, "l", {"x": torch.ones(2)})
+    with pytest.raises(KeyboardInterrupt), folder_of_another(store):
+        raise KeyboardInterrupt
+    with pytest.raises(fh.errors.StoreError, match="closed"):
+        store.put("run", 3, "l", {"x": torch.ones(2)})
+    with LocalStore(tmp_path) as again:
+        assert again.batches("run") == [0, 1, 2]
+    with (
+        pytest.raises(fh.errors.StoreError, match="read_only"),
+        lent(LocalStore(tmp_path, read_only=True)),
+    ):
+        pass
+
+
+@contextlib.contextmanager
+def folder_of_another(store: LocalStore) -> Iterator[None]:
+    """Lends a folder to a store that still has it at the end."""
+    with contextlib.ExitStack() as others, lent(store) as folder:
+        others.enter_context(folder.opened())
+        yield

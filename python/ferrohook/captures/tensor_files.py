@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     """
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(_encode(value, tensors, ""))
-    write(Path(path), tensors, {_KEY: structure})
+    write(Path(path), {**tensors}, {_KEY: structure})
 
 
 FORMATS = {
@@ -61,6 +61,32 @@ FORMATS = {
 """The format's names of dtypes; it has no others."""
 
 
+class Pieces(NamedTuple):
+    """Tensors that are written as one, joined along their first dimension, without joining them."""
+
+    tensors: list[Tensor]
+    """At least one, of one dtype, equal in all dimensions but the first."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of each."""
+        return self.tensors[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the joined tensor."""
+        return sum(len(each) for each in self.tensors), *self.tensors[0].shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(each.nbytes for each in self.tensors)
+
+    def joined(self) -> Tensor:
+        """Returns the joined tensor, a copy."""
+        return torch.cat(self.tensors)
+
+
 class Checksum:
     """CRC-32 of the bytes of a file, the one of zlib."""
 
@@ -83,7 +109,7 @@ class Checksum:
 
 def write(
     target: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Pieces],
     metadata: dict[str, str],
     *,
     sync: bool = False,
@@ -133,11 +159,12 @@ def write(
         raise
 
 
-def _contents(header: bytes, named: list[tuple[str, Tensor]]) -> Iterator[Buffer]:
+def _contents(header: bytes, named: list[tuple[str, Tensor | Pieces]]) -> Iterator[Buffer]:
     yield len(header).to_bytes(8, "little") + header
     for _, tensor in named:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        yield flat.view(torch.uint8).numpy().data
+        for piece in tensor.tensors if isinstance(tensor, Pieces) else [tensor]:
+            flat = piece.detach().cpu().contiguous().view(-1)
+            yield flat.view(torch.uint8).numpy().data
 
 
 def sync_to_disk(directory: Path) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ferrohook.attach.never_fired import explain
 from ferrohook.data import Store
+from ferrohook.data.engine_jobs import EngineJob, engine_collector, refuse_options
 from ferrohook.data.fingerprints import fingerprint
-from ferrohook.data.manifests import differences, manifest
+from ferrohook.data.manifests import check_same, manifest
 from ferrohook.data.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.data.token_rows import LAYER, TokenRows, by_rule
 from ferrohook.errors import (
@@ -35,11 +36,14 @@ from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
     from ferrohook.captures.convert import Index
+    from ferrohook.data.engine_jobs import Engine
     from ferrohook.data.token_rows import Tokens
     from ferrohook.names.select import Selector
 
 
-What: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
+What: TypeAlias = (
+    "Selector | Collectable | KeepEntry | Iterable[Selector | Collectable | KeepEntry]"
+)
 Mask: TypeAlias = "str | Callable[[Any], Tensor]"
 
 
@@ -57,7 +61,7 @@ _in_progress: WeakKeyDictionary[Store, dict[str, object]] = WeakKeyDictionary()
 
 
 def collect(  # noqa: PLR0913 (the options by keyword)
-    model: nn.Module,
+    model: nn.Module | Engine,
     batches: Iterable[Any],
     what: What,
     store: Store,
@@ -75,6 +79,9 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 ) -> Collected:
     """Runs a model over batches and stores the outputs of its modules.
 
+    With an engine (`vllm.LLM`), `batches` are prompts, and its worker writes their rows into the
+    `LocalStore` itself, see below.
+
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
     runs the missing ones: not yet run, cut off, or damaged (a file was deleted, or its checksum
@@ -89,16 +96,26 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     changes buffers, as a BatchNorm does in training mode, the model counts as a different one
     afterwards.
 
+    An engine runs prompts in the order of its scheduler, so a batch in the store has those that
+    ended one after the other, each whole; `@rows` is always stored. The worker's memory holds the
+    rows of the prompts that run; of finished ones an eighth of the store's `max_pending` and one
+    prompt at most; and `max_pending` bytes that wait to be written. A slow disk slows the engine.
+    After an error, Ctrl-C or a killed process the same call runs the prompts that are not stored.
+    The store only reads during the call, as the worker has its folder. `Collected` counts prompts.
+
     Args:
-        model: any module.
+        model: any module; or an engine whose plug-in is installed.
         batches: the model's inputs. A batch is a mapping of keyword arguments, a tuple or list of
-            positional arguments, or the only argument. Batches are numbered in order.
+            positional arguments, or the only argument. Batches are numbered in order. Of an
+            engine: prompts, texts or lists of token ids.
         what: modules whose outputs to store, see `select`; or detectors of
             `ferrohook.compat.mi_crow`; or a list, tuple or set of both. A module's output is stored
             as `output`, the tensors of a structure as `output.0` or `output.name`; tensors of
             the module's second call in a batch with `output#1` instead of `output`. A detector's
             `tensor_metadata` is stored after each batch, under the path of its layer, and cleared.
             A detector without a layer is registered on its `layer_signature` for the duration.
+            Of an engine: modules and quantities; or what `keep` returns, or a list of that, for
+            its other options, as `at`.
         store: the store to write to.
         run: name of the run in the store.
         forward: runs one batch; default: calls the model with it.
@@ -113,7 +130,8 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             ids, of the shape (batch, tokens). They are stored for each row, with the position in
             its text and the number of the text among all of the run, see `ActivationDataset`. If
             `mask` is a key, positions count only the tokens that it keeps; else they count columns.
-        plan: a plan whose hooks run in each forward; without `keep`.
+        plan: a plan whose hooks run in each forward; without `keep`. An engine takes no prepared
+            one, and neither `forward`, `mask` nor `tokens`.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
@@ -134,10 +152,46 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         ...     collect(model, batches, "encoder.layer.*", store)
         >>> store.get("run", 0, "encoder.layer.0")["output"].shape
     """
+    captured = {"inputs": inputs, "output_index": output_index, "slice": slice, "dtype": dtype}
+    if (engine := engine_collector(model)) is not None:
+        expect(batches, Iterable, "collect: batches must be an iterable of prompts")
+        refuse_options(forward=forward, mask=mask, tokens=tokens)
+        options = _not_default(captured)
+        return Collected(
+            *engine(EngineJob(model, batches, what, options, store, run, plan, progress))
+        )
     _check(model, batches, store, forward, mask)
     _check_rule("tokens", tokens)
-    _check_plan(model, plan)
-    captured = {"inputs": inputs, "output_index": output_index, "slice": slice, "dtype": dtype}
+    chosen = cast("nn.Module", model)
+    _check_plan(chosen, plan)
+    rows = _RowRules(mask, tokens)
+    return _collect(
+        chosen, batches, what, store, run, forward, captured, rows, plan, progress=progress
+    )
+
+
+class _RowRules(NamedTuple):
+    """Rules for the rows of a batch, see `collect`."""
+
+    mask: Mask | None
+    tokens: Tokens | None
+
+
+def _collect(  # noqa: PLR0913, PLR0917 (those of `collect`)
+    model: nn.Module,
+    batches: Iterable[Any],
+    what: What,
+    store: Store,
+    run: str,
+    forward: Callable[[Any], object] | None,
+    captured: dict[str, Any],
+    rules: _RowRules,
+    plan: Plan | Prepared | None,
+    *,
+    progress: bool,
+) -> Collected:
+    """Collects with a model in this process."""
+    mask, tokens = rules
     options = _not_default({**captured, "mask": mask, "tokens": tokens})
     sources = _sources(model, what, store, captured, options)
     if plan is not None:
@@ -158,7 +212,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         made_of = manifest(model, texts, forward, options)
         stored = _RunContents.of(store, run, made_of, progress=progress)
         if stored.unverified:
-            warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=2)
+            warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=3)
         # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
         with (
             _prepared(model, plan) as prepared,
@@ -192,7 +246,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             del runs[run]
     silent = [name for source in sources for name in source.silent()]
     if ran and silent:
-        warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
+        warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=3)
     return Collected(ran, skipped)
 
 
@@ -242,13 +296,7 @@ class _RunContents(NamedTuple):
         """
         complete = {*store.completed(run)}
         known = {*store.batches(run)} if run in store.runs() else set()
-        before = store.manifest(run)
-        if before is not None and (found := differences(before, made_of)):
-            msg = (
-                f"run {run!r} does not match this call ({'; '.join(found)}): pass the same model "
-                "and options, or another run"
-            )
-            raise ResumeError(msg)
+        check_same(run, store.manifest(run), made_of)
         damaged = store.verify(run, progress=progress) if known else []
         intact = complete - {each.batch for each in damaged}
         return cls(run, known, intact, store.fingerprints(run))
@@ -325,7 +373,7 @@ def _opened(prepared: Prepared | None) -> AbstractContextManager[object]:
     if prepared is None:
         return nullcontext()
     request = prepared.open()
-    request.stacklevel = 3  # of the caller of `collect`
+    request.stacklevel = 4  # of the caller of `collect`
     return request
 
 

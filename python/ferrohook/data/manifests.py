@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrohook.attach.classes import plain_class
 from ferrohook.data.fingerprints import fingerprint, fingerprints_of
+from ferrohook.errors import ResumeError
 from ferrohook.names.select import select
 from ferrohook.plans import Plan
 from ferrohook.util.tensors import tensors_in
@@ -97,6 +98,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         *_changes("classes of modules", before["modules"], now["modules"]),
         *_changes("parameters and buffers", before["tensors"], now["tensors"]),
     ]
+
+
+def check_same(run: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """Refuses to resume a run that was made of something else.
+
+    Raises:
+        ResumeError: it was; the message names the differences.
+    """
+    if before is not None and (found := differences(before, now)):
+        msg = (
+            f"run {run!r} does not match this call ({'; '.join(found)}): pass the same model "
+            "and options, or another run"
+        )
+        raise ResumeError(msg)
 
 
 def _is_manifest(read: object) -> bool:

@@ -39,6 +39,10 @@ PROBE: Final = f"{NAME}-self-test"
 """Begin of the ids of a self-test's requests."""
 
 
+class MissingRowsError(HookError):
+    """Rows that a request captures never ran."""
+
+
 class ServedModel(NamedTuple):
     """A loaded model whose requests may have plans."""
 
@@ -419,17 +423,19 @@ class EngineWorker:
 
     # --- captures ----------------------------------------------------------------------------
 
-    def packed_captures(
-        self, request: EngineRequest, tokens: int, *, since: int = 0, partial: bool = False
-    ) -> bytes:
-        """Packs the captures of a request, or why rows are missing.
+    def captured(
+        self, request: EngineRequest, tokens: int, *, since: int = 0
+    ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """Returns the captures of a request and the positions of their rows, by name.
 
         Args:
             request: the request.
             tokens: tokens of prompt and answer. Rows from the last one on are cut off: an
                 engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
-            partial: pack none, instead of the reason, until all ran.
+
+        Raises:
+            HookError: rows are missing.
         """
         result = request.result()
         acts: dict[str, Tensor] = {}
@@ -441,15 +447,13 @@ class EngineWorker:
             for name, place, heads in capture.values:
                 found = result.acts.positions(place)
                 if missing := sorted(inside.difference(found)):
-                    failure = result.error
-                    if failure is None and request.parent is not None:
-                        failure = request.parent.failure
-                    if failure is not None:
-                        return packed({}, {}, error=reason_of(failure))
-                    if partial:
-                        return packed({}, {})
-                    error = f"{name!r} never ran for positions {spans_of(missing)}"
-                    return packed({}, {}, error=error)
+                    failed = result.error
+                    if failed is None and request.parent is not None:
+                        failed = request.parent.failure
+                    if failed is not None:
+                        raise HookError(reason_of(failed))
+                    msg = f"{name!r} never ran for positions {spans_of(missing)}"
+                    raise MissingRowsError(msg)
                 if expected:
                     rows = result.acts[place]
                     if found != expected:
@@ -457,7 +461,25 @@ class EngineWorker:
                     rows = rows.cpu().contiguous()
                     acts[name] = rows if heads is None else rows.unflatten(-1, heads)
                     positions[name] = expected
-        return packed(acts, positions)
+        return acts, positions
+
+    def packed_captures(
+        self, request: EngineRequest, tokens: int, *, since: int = 0, partial: bool = False
+    ) -> bytes:
+        """Packs what `captured` returns, or why rows are missing.
+
+        Args:
+            request: the request.
+            tokens: tokens of prompt and answer.
+            since: first position that is wanted.
+            partial: pack none, instead of the reason, until all ran.
+        """
+        try:
+            return packed(*self.captured(request, tokens, since=since))
+        except MissingRowsError as error:
+            return packed({}, {}, error=None if partial else str(error))
+        except HookError as error:
+            return packed({}, {}, error=str(error))
 
 
 @contextlib.contextmanager

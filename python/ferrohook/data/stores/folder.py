@@ -57,7 +57,7 @@ class Folder:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path = path
-        self._sync = sync
+        self.sync = sync
         self._indices: dict[str, RunIndex] = {}
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class Folder:
             path = index.folder / ShardFile.numbered(shard.batch, len(files))
             metadata = {"ferrohook.store": str(shard)}
             checksum = tensor_files.Checksum()
-            tensor_files.write(path, tensors, metadata, sync=self._sync, checksum=checksum)
+            tensor_files.write(path, tensors, metadata, sync=self.sync, checksum=checksum)
             file = ShardFile(path.name, path.stat().st_size, checksum.value)
         line: dict[str, Any] = {
             "batch": shard.batch,
@@ -134,7 +134,7 @@ class Folder:
             line["fingerprint"] = content.fingerprint
         if content.manifest is not None and index.manifest is None:
             line["manifest"] = content.manifest
-        index.append(line, sync=self._sync)
+        index.append(line, sync=self.sync)
         if restarted:
             for old in {each.name for each in before.files} - {file and file.name}:
                 (index.folder / old).unlink(missing_ok=True)

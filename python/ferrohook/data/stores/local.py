@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.data.stores.folder import Folder
 from ferrohook.data.stores.shard import Shard
@@ -24,15 +25,28 @@ from ferrohook.util.arguments import at_least
 from ferrohook.util.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from ferrohook.data.stores.index import IndexedBatch
+    from ferrohook.data.stores.store import OwnedTensor
 
 
 MOST_PENDING: Final = 2**28
 """Bytes that may wait to be written."""
+
+
+class LentFolder(NamedTuple):
+    """Options of a store in a folder that another store lends."""
+
+    folder: str
+    max_pending: int
+    sync: bool
+
+    def opened(self) -> LocalStore:
+        """Opens the store."""
+        return LocalStore(self.folder, max_pending=self.max_pending, sync=self.sync)
 
 
 class LocalStore(Store):
@@ -104,7 +118,12 @@ class LocalStore(Store):
         state = "read only" if self._writer is None else "closed" if self._writer.closed else "open"
         return f"<LocalStore of {self._folder.path}, {state}>"
 
-    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
+    def _reopen(self) -> None:
+        self._writer = Writer(self._folder.lock(), self._folder.write, self._max_pending)
+        self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
+        self._writer.start()
+
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, OwnedTensor]) -> None:
         with self._lock:
             writer = self._check_writable()  # again: `close` removes open batches under this lock
             self._open.setdefault((run, batch), StoredBatch()).add(layer, owned)
@@ -252,6 +271,28 @@ class LocalStore(Store):
         """Returns the index of a run; empty for an unknown run."""
         check_batch(run, 0)
         return self._index(run) if run in self.runs() else {}
+
+
+@contextlib.contextmanager
+def lent(store: LocalStore) -> Iterator[LentFolder]:
+    """Lends the folder of a store to one of another process, which writes to it meanwhile.
+
+    The store only reads meanwhile. It is left closed if the other one still has the folder after
+    an error.
+
+    Raises:
+        StoreError: the store is closed or read only, or a write failed.
+    """
+    store._check_writable()
+    store.close()
+    folder = store._folder
+    try:
+        yield LentFolder(str(folder.path.resolve()), store._max_pending, folder.sync)
+    except BaseException:
+        with contextlib.suppress(StoreError):  # the error of the block comes first
+            store._reopen()
+        raise
+    store._reopen()
 
 
 def _submit(writer: Writer, opened: dict[tuple[str, int], StoredBatch]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ferrohook.captures.tensor_files import Pieces
 from ferrohook.data.stores.store import (
     DamagedBatch,
     Store,
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from ferrohook.data.stores.store import OwnedTensor
 
 
 class MemoryStore(Store):
@@ -31,7 +34,7 @@ class MemoryStore(Store):
     def __repr__(self) -> str:
         return f"<MemoryStore of {len(self.runs())} runs>"
 
-    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, OwnedTensor]) -> None:
         with self._lock:
             self._opened(run, batch).add(layer, owned)
 
@@ -112,7 +115,10 @@ class MemoryStore(Store):
         verify: bool = False,  # noqa: ARG002 (there are no files)
     ) -> dict[str, Tensor]:
         tensors = find(self._batch(run, batch).layers, layer, "layer")
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+        return {
+            name: tensor.joined() if isinstance(tensor, Pieces) else tensor.clone()
+            for name, tensor in tensors.items()
+        }
 
     def _batch(self, run: str, batch: int) -> StoredBatch:
         return find(find(self._runs, run, "run"), batch, "batch")

@@ -6,20 +6,25 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ferrohook.captures import tensor_files
+from ferrohook.captures.tensor_files import Pieces
 from ferrohook.data.hugging_face import to_datasets
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.util.arguments import at_least, expect
 from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import datasets  # pyright: ignore[reportMissingImports] (no dependency)
 
+OwnedTensor: TypeAlias = Tensor | Pieces
+"""Tensor of a store."""
 _NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -44,7 +49,7 @@ class Store(ABC):
         run: str,
         batch: int,
         layer: str,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | Sequence[Tensor]],
         *,
         copy: bool = True,
     ) -> None:
@@ -54,13 +59,14 @@ class Store(ABC):
             run: a name of letters, digits, `_`, and after the first also `-` and `.`.
             batch: index of the batch, from 0.
             layer: any name, `""` included.
-            tensors: tensors by names without a slash; stored detached, on the CPU.
+            tensors: tensors by names without a slash; stored detached, on the CPU. A list of
+                tensors is stored as one, joined along the first dimension.
             copy: False if no code will write to the tensors in place; then they are not copied.
 
         Raises:
             HookTypeError: an argument has the wrong type, or a tensor is not strided or has a dtype
                 that safetensors lacks.
-            ValueError: an invalid name or index.
+            ValueError: an invalid name or index, or a list of tensors that cannot be joined.
             StoreError: the store is closed, read only, or failed to write an earlier batch.
         """
         self._check_writable()
@@ -104,7 +110,7 @@ class Store(ABC):
         """Checks that tensors may be put, see `put`."""
 
     @abstractmethod
-    def _put(self, run: str, batch: int, layer: str, owned: dict[str, Tensor]) -> None:
+    def _put(self, run: str, batch: int, layer: str, owned: dict[str, OwnedTensor]) -> None:
         """Adds tensors that the store may keep, see `put`."""
 
     @abstractmethod
@@ -251,14 +257,14 @@ class Store(ABC):
 class StoredBatch:
     """Tensors of a batch by layer and name."""
 
-    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    layers: dict[str, dict[str, OwnedTensor]] = field(default_factory=dict)
     nbytes: int = 0
     complete: bool = False
     restarted: bool = False
     fingerprint: str = ""
     manifest: Mapping[str, Any] | None = None
 
-    def add(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+    def add(self, layer: str, tensors: Mapping[str, OwnedTensor]) -> None:
         """Adds tensors to a layer; replaces tensors of the same names."""
         old = self.layers.get(layer, {})
         replaced = (old[name].nbytes for name in old.keys() & tensors.keys())
@@ -279,38 +285,58 @@ def check_batch(run: str, batch: int) -> None:
 
 
 def own_tensors(
-    run: str, batch: int, layer: str, tensors: Mapping[str, Tensor], *, copy: bool
-) -> dict[str, Tensor]:
+    run: str,
+    batch: int,
+    layer: str,
+    tensors: Mapping[str, Tensor | Sequence[Tensor]],
+    *,
+    copy: bool,
+) -> dict[str, OwnedTensor]:
     """Validates tensors and makes them the store's own: detached, contiguous, on the CPU."""
     check_batch(run, batch)
     expect(layer, str, "layer must be a str")
     expect(tensors, Mapping, "the tensors of a layer must be a mapping from their names")
-    owned = {}
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            types = f"from {type(name).__name__} to {type(tensor).__name__}"
-            msg = f"layer {layer!r}: tensors must be a dict from str to Tensor, got an item {types}"
-            raise HookTypeError(msg)
-        if "/" in name or not name:
-            msg = (
-                f"layer {layer!r}: the name of a tensor must not be empty or contain a slash, got "
-                f"{name!r}"
-            )
-            raise ValueError(msg)
-        if tensor.layout != torch.strided:
-            msg = f"layer {layer!r}: {name!r} has layout {tensor.layout}: store its to_dense()"
-            raise HookTypeError(msg)
-        if tensor.dtype not in tensor_files.FORMATS:
-            msg = (
-                f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors does not "
-                "support"
-            )
-            raise HookTypeError(msg)
-        moved = tensor.detach().resolve_conj().resolve_neg().to("cpu")
-        shared = copy and moved.data_ptr() == tensor.data_ptr()
-        contiguous = torch.contiguous_format
-        owned[name] = moved.clone(memory_format=contiguous) if shared else moved.contiguous()
-    return owned
+    return {
+        name: _own_pieces(layer, name, value, copy=copy)
+        if isinstance(value, list | tuple) and value
+        else _own_tensor(layer, name, value, copy=copy)
+        for name, value in tensors.items()
+    }
+
+
+def _own_pieces(layer: str, name: Any, pieces: Sequence[Any], *, copy: bool) -> Pieces:
+    owned = [_own_tensor(layer, name, each, copy=copy) for each in pieces]
+    kinds = {(it.dtype, it.shape[1:], it.dim() > 0) for it in owned}
+    if len(kinds) > 1 or not owned[0].dim():
+        msg = (
+            f"layer {layer!r}: the tensors of {name!r} cannot be joined: they must have one dtype, "
+            "and equal dimensions but for the first"
+        )
+        raise ValueError(msg)
+    return Pieces(owned)
+
+
+def _own_tensor(layer: str, name: Any, tensor: Any, *, copy: bool) -> Tensor:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        types = f"from {type(name).__name__} to {type(tensor).__name__}"
+        msg = f"layer {layer!r}: tensors must be a dict from str to Tensor, got an item {types}"
+        raise HookTypeError(msg)
+    if "/" in name or not name:
+        msg = (
+            f"layer {layer!r}: the name of a tensor must not be empty or contain a slash, got "
+            f"{name!r}"
+        )
+        raise ValueError(msg)
+    if tensor.layout != torch.strided:
+        msg = f"layer {layer!r}: {name!r} has layout {tensor.layout}: store its to_dense()"
+        raise HookTypeError(msg)
+    if tensor.dtype not in tensor_files.FORMATS:
+        msg = f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors does not support"
+        raise HookTypeError(msg)
+    moved = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    shared = copy and moved.data_ptr() == tensor.data_ptr()
+    contiguous = torch.contiguous_format
+    return moved.clone(memory_format=contiguous) if shared else moved.contiguous()
 
 
 _Key = TypeVar("_Key")

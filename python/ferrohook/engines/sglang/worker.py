@@ -167,7 +167,7 @@ class SchedulerWorker(EngineWorker):
         Speculative decoding is refused: the keys and values of a drafter may be made of the last
         hidden states.
         """
-        layers = [module for module in model.modules() if isinstance(module, _attention())]
+        layers: list[Any] = [it for it in model.modules() if isinstance(it, _attention())]
         causal = all(it.attn_type.value == "decoder" for it in layers)
         return observe_reach(model, self._run_alone, layers, causal=causal)
 

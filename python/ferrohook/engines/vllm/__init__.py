@@ -18,6 +18,7 @@ from ferrohook.engines.vllm.clients import drop_vectors as drop_vectors
 from ferrohook.engines.vllm.clients import extra_args as extra_args
 from ferrohook.engines.vllm.clients import put_dictionaries as put_dictionaries
 from ferrohook.engines.vllm.clients import put_vectors as put_vectors
+from ferrohook.engines.vllm.harvest import collect_prompts as collect_prompts
 from ferrohook.engines.vllm.supported import CAPABILITIES as CAPABILITIES
 from ferrohook.engines.wire import Captured as Captured
 

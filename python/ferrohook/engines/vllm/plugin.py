@@ -4,7 +4,7 @@ Few names of vLLM are used, each bound as late as can be. Front end: `process_in
 `InputProcessor`; `get_child_info` of `ParentRequest`; `add_request`, `process_outputs`,
 `_finish_request` and `abort_requests` of `OutputProcessor`; `add_request` of both engines;
 `GenerateBaseServing._raise_if_error`, `create_completion` and `create_chat_completion` of the
-OpenAI server; and what `calls` calls.
+OpenAI server; and what `calls` and `harvest` call.
 Engine: `Scheduler.update_from_output`, `EngineCore.__init__`, `EngineCoreProc.run_busy_loop`,
 `_gen_prompt_embeds_extra_hash_keys`, `KVCacheManager.get_computed_blocks`,
 `KVCacheCoordinator.cache_blocks` and what `self_test` and `prefix_cache` call. Worker:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ferrohook.data.manifests import manifest
+from ferrohook.engines.harvest import Harvest, HarvestSettings
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
@@ -28,7 +30,7 @@ from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, Upload, packed, packed_uploads, unpacked_uploads
 from ferrohook.engines.worker import EngineWorker
-from ferrohook.errors import HookError
+from ferrohook.errors import HookError, StoreError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
@@ -36,7 +38,7 @@ from ferrohook.rows.site_hooks import HookSites
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ferrohook.engines.model.modules import SampledLogits
     from ferrohook.gates.streaming import GateValues
@@ -100,6 +102,8 @@ class RunnerWorker(EngineWorker):
         """Requests whose captures wait for their client."""
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._harvest: Harvest | None = None
+        """Run whose prompts are stored here."""
         self._tickets: dict[str, dict[str, Any]] = {}
         """Tickets of finished requests, by key, where there are several API servers."""
         self._reach = CacheReach()
@@ -228,6 +232,16 @@ class RunnerWorker(EngineWorker):
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             self._fail_named(request_id, error)
 
+    def note_prompts(self, started: Iterable[Any]) -> None:
+        """Notes the tokens of prompts that are stored, of vLLM's `NewRequestData`."""
+        if (harvest := self._harvest) is not None:
+            for new in started:
+                if not harvest.owns(new.req_id):
+                    continue
+                harvest.start(new.req_id, new.prompt_token_ids)
+                if harvest.error is not None:
+                    self._fail_named(new.req_id, harvest.error)
+
     def _fail_named(self, request_id: str, error: Exception) -> None:
         """Fails a request, even if its plan could not be opened here."""
         self.fail(self.requests.setdefault(request_id, EngineRequest(request_id)), error)
@@ -263,8 +277,19 @@ class RunnerWorker(EngineWorker):
         """Closes a request, and keeps its captures for the client."""
         request = super().retire(request_id)
         if request is not None and request.captures and not request.taken:
-            self._keep(request)
+            if self._harvest is not None and self._harvest.owns(request.name):
+                self._store(self._harvest, request)
+            else:
+                self._keep(request)
         return request
+
+    def _store(self, harvest: Harvest, request: EngineRequest) -> None:
+        """Stores the captures of a prompt; if that fails, the run's other prompts fail."""
+        harvest.take(request, lambda: self.captured(request, request.prompt_length + 1))
+        if (error := harvest.error) is not None:
+            for other in self.requests.values():
+                if harvest.owns(other.name):
+                    self.fail(other, error)
 
     def _keep(self, request: EngineRequest) -> None:
         self._finished[request.key] = request
@@ -349,6 +374,38 @@ class RunnerWorker(EngineWorker):
             "reach": self._reach.to_json(),
         }
         return json.dumps(described).encode()
+
+    def manifest(self, names: list[str], options: dict[str, str]) -> bytes:
+        """Returns the manifest of a run that stores some values of this model."""
+        if self._ranks is not None and self._ranks.rank:  # the first one stores
+            return b""
+        return json.dumps(manifest(self._runner.get_model(), names, None, options)).encode()
+
+    def begin_harvest(self, settings: str) -> bytes:
+        """Stores the captures of a run's prompts from now on; answers as `end_harvest`."""
+        self.end_harvest()
+        if self._ranks is not None and self._ranks.rank:
+            return b""
+        try:
+            self._harvest = Harvest(HarvestSettings.from_json(settings))
+        except (HookError, StoreError) as error:
+            return _harvest_error(error)
+        return b"{}"
+
+    def end_harvest(self) -> bytes:
+        """Stores what is left of the run, and returns its numbers or its error."""
+        harvest = self._harvest
+        if harvest is None:
+            return b""
+        # Those of the last step: the runner learns of their ends with the next one.
+        for request in [*self.requests.values()]:
+            if harvest.owns(request.name) and request.captures:
+                self._store(harvest, request)
+        self._harvest = None
+        harvest.close()
+        if harvest.error is not None:
+            return _harvest_error(harvest.error)
+        return json.dumps({"taken": harvest.taken, "most_bytes": harvest.most_bytes}).encode()
 
     def put(self, data: bytes, names: dict[str, str]) -> bytes:
         """Stores uploads by their digests, and the names that mean them from now on."""
@@ -436,3 +493,7 @@ class RunnerWorker(EngineWorker):
     def _missing(self, key: str) -> bytes:
         """Returns why captures are missing; nothing if another worker may have them."""
         return packed({}, {}, error=_DROPPED) if key in self._dropped else b""
+
+
+def _harvest_error(error: Exception) -> bytes:
+    return json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
