@@ -7,6 +7,7 @@ of a model may follow; default: a random Llama of 8 layers and width 1,024.
 
 from __future__ import annotations
 
+import importlib
 import random
 import shutil
 import statistics
@@ -48,12 +49,12 @@ class Ways:
         return [[rng.randrange(3, 500) for _ in range(LENGTH)] for _ in range(PROMPTS)]
 
     def _generate(self, prompts: list[list[int]], plan: fh.Plan | None) -> list[Any]:
-        from vllm import SamplingParams  # noqa: PLC0415 (takes seconds)
-
-        from ferrohook.engines.vllm import extra_args  # noqa: PLC0415
+        from ferrohook.engines.vllm import extra_args  # noqa: PLC0415 (takes seconds)
 
         extra = None if plan is None else extra_args(plan)
-        params = SamplingParams(max_tokens=1, temperature=0, extra_args=extra)
+        params = importlib.import_module("vllm").SamplingParams(
+            max_tokens=1, temperature=0, extra_args=extra
+        )
         inputs = [{"prompt_token_ids": each} for each in prompts]
         found: list[Any] = self._llm.generate(inputs, params, use_tqdm=False)
         return found
