@@ -1,7 +1,7 @@
 """Rows a second that vLLM runs and stores, in one process: three ways by turns, and ratios.
 
 Run by the interpreter of `make vllm`: `.venv-vllm/bin/python -m benches.engine_harvest`, with
-`VLLM_CPU_OMP_THREADS_BIND=nobind`, so that the thread that writes has a core of its own. A folder
+`VLLM_CPU_OMP_THREADS_BIND=nobind`, so that the writing thread has a separate core. A folder
 of a model may follow; default: a random Llama of 8 layers and width 1,024.
 """
 
@@ -82,7 +82,7 @@ class Ways:
         return self._ended(begin)
 
     def worker(self) -> float:
-        """Has the worker store what it captures."""
+        """Has the worker store its captures."""
         prompts = self._prompts()
         begin = time.monotonic()
         with fh.data.LocalStore(self._folder) as store:

@@ -88,7 +88,7 @@ class Harvester:
         self.made_of = manifest(self.model, fh.select(self.model, select, called=True), None)
 
     def close(self) -> None:
-        """Releases what the actors need."""
+        """Releases the actors' resources."""
 
     def is_complete(self, part: Part) -> bool:
         """Returns True if all batches of a part are stored.
@@ -108,7 +108,7 @@ class Harvester:
         return True
 
     def harvest(self, part: Part) -> Outcome:
-        """Writes what is missing of a part."""
+        """Writes the missing batches of a part."""
         with warnings.catch_warnings(record=True) as caught:
             for category in (fh.errors.NeverFiredWarning, fh.errors.UnverifiedWarning):
                 warnings.simplefilter("always", category)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from support.planned_server import PlannedServer
 
 (CODE,) = re.findall(
-    r"^```py\n(.*?)^```", (DOCS / "datasets.md").read_text(), re.DOTALL | re.MULTILINE
+    r"^```py\n((?:(?!^```).)*?Client\(.*?)^```",
+    (DOCS / "datasets.md").read_text(),
+    re.DOTALL | re.MULTILINE,
 )
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8, 8, 2]]
 

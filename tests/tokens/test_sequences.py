@@ -684,7 +684,7 @@ def test_positions_belong_to_the_tower_of_tokens() -> None:
             assert torch.equal(request.acts[name], acts[name][[0, 1], [4, 2]])
     for other, named in (
         ("vision_model.encoder.layers.0", "CLIPVisionModel, which takes pixel_values"),
-        ("visual_projection", "beside a CLIPVisionModel"),
+        ("visual_projection", "also has a CLIPVisionModel"),
     ):
         with pytest.raises(fh.HookError, match=f"entry 0 .*{other}.*{named}"):
             fh.Plan(fh.keep(other, at=0)).prepare(model)

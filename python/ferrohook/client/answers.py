@@ -110,7 +110,7 @@ class Generated:
     raw: Mapping[str, Any] = dataclasses.field(repr=False)
     """JSON of the server; of a stream, its last event."""
     others: tuple[Generated, ...] = ()
-    """Further texts with captures of their own, where the request asked for several (`n`)."""
+    """Further texts with their own captures, where the request asked for several (`n`)."""
 
 
 class TextChunk(NamedTuple):

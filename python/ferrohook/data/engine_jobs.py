@@ -41,7 +41,7 @@ collectors: Final[dict[str, Collector]] = {}
 
 
 def engine_collector(model: object) -> Collector | None:
-    """Returns the function that collects with an engine; None for what is none."""
+    """Returns the function that collects with an engine; None for any other object."""
     paths = (f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__)
     return next((collectors[path] for path in paths if path in collectors), None)
 

@@ -98,7 +98,7 @@ class Admission:
             plan: its plan, rewritten.
             prompt_length: tokens of its prompt.
             new_tokens: most tokens of an answer.
-            answers: number of answers, each with captures of its own.
+            answers: number of answers, each with its own captures.
 
         Raises:
             ValueError: they may not.

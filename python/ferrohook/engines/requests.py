@@ -182,7 +182,7 @@ class EngineRequest:
             return
         self.opened = self.prepared.open()
         if any(isinstance(entry, GateEntry) for entry in self.prepared.entries):
-            # A gate with `lag` needs readings of earlier forwards; `decide` drops those of drafts.
+            # A gate with `lag` needs earlier readings; `decide` drops the ones of drafts.
             self.opened.gates = before.gates
 
     def close(self) -> None:

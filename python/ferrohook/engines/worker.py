@@ -399,7 +399,7 @@ class EngineWorker:
         All their writes of a step with changed rows are zeroed, also those before the changed rows:
         attention reads later rows through a mask, and NaN times zero is NaN. So does the next owner
         of the blocks. An engine therefore shares blocks of such a step once it has been checked.
-        With drafts in the step nobody knows yet which rows count: the request runs again.
+        With drafts in the step it is not known yet which rows count: the request runs again.
 
         Args:
             hidden: after the last norm of the model, where NaN and infinities have become NaN.

@@ -123,13 +123,19 @@ def test_plans_end_their_requests(local: Local) -> None:
 def test_fields_go_to_requests_with_a_plan(planned: bool) -> None:
     """SGLang gives each request of a step the fields of all, with None in place of its own."""
     params = {"custom_params": {NAME: "{}"}} if planned else {}
-    state = types.SimpleNamespace(obj=types.SimpleNamespace(sampling_params=params))
+    state = types.SimpleNamespace(
+        obj=types.SimpleNamespace(sampling_params=params),
+        customized_info_accumulated={},
+        output_ids=[7, 8],
+    )
     info = {FIELD: [[b"a"], [None]], GATES: [[{}], [None]], "others": [[1], [2]]}
     found: list[Any] = []
     reporting(lambda *given: found.append(given), None, {}, state, info, 1, None)
     ((_, _, _, given, index, _),) = found
     assert index == 1
     assert given.keys() == (info.keys() if planned else {"others"})
+    earlier = {FIELD: [None, None], GATES: [None, None]} if planned else {}
+    assert state.customized_info_accumulated == earlier
 
 
 def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,14 +482,6 @@ def test_captures_that_nobody_fetches_are_dropped(llm: Any) -> None:
         object.__setattr__(worker.options, "results_bytes", 2**30)
 
 
-def test_several_children_capture_nothing(llm: Any) -> None:
-    plan = fh.Plan(fh.keep("model.layers.0"))
-    params = sampling(plan)
-    params.temperature, params.n = 1.0, 2
-    with pytest.raises(ValueError, match="n > 1 with captures"):
-        llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
-
-
 @pytest.mark.parametrize("aborted", [False, True])
 def test_several_children_leave_nothing(llm: Any, aborted: bool) -> None:
     params = sampling(steering().plan)

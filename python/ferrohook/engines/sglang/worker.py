@@ -363,7 +363,7 @@ class SchedulerWorker(EngineWorker):
             self._stream_gates(req, self.requests[name])
 
     def _keep_first(self, name: Any, request: EngineRequest, answers: int) -> None:
-        """Keeps the request that SGLang runs before those of several answers to its prompt.
+        """Keeps the request that SGLang runs before several answers to its prompt.
 
         It has no answer. Its captures are the rows of the prompt of theirs.
         """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.vllm.metrics import fetched
+from prometheus_client import Counter
+
 from ferrohook.engines.wire import packed
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _METHOD: Final = "ferrohook_call"
 """Of `WorkerWrapperBase`."""
 _PATIENCE: Final = 1.0
 """Seconds between looks at an engine that has not answered."""
+_CAPTURES: Final = Counter("ferrohook_captures", "Captures fetched by clients")
+_BYTES: Final = Counter("ferrohook_captured_bytes", "Bytes of the captures fetched by clients")
 
 
 def call(engine: Any, name: str, *args: Any) -> list[bytes]:
@@ -51,3 +54,9 @@ def taken(answers: Iterable[bytes]) -> bytes:
     data = found(answers) or packed({}, {}, error="the captures of the request are missing")
     fetched(data)
     return data
+
+
+def fetched(data: bytes) -> None:
+    """Counts captures that a client gets."""
+    _CAPTURES.inc()
+    _BYTES.inc(len(data))

@@ -16,8 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.routes import EngineRoutes
-from ferrohook.engines.vllm.calls import call_async, found, taken
-from ferrohook.engines.vllm.metrics import fetched
+from ferrohook.engines.vllm.calls import call_async, fetched, found, taken
 from ferrohook.engines.vllm.plugin import connect_async, sync
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.wire import FIELD, HEADER, error_of, is_empty, packed

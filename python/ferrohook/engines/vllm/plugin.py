@@ -33,10 +33,16 @@ from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.model.modules import ModuleTable
 from ferrohook.engines.routes import PlanGate
-from ferrohook.engines.vllm import metrics, prefix_cache, self_test, steps
+from ferrohook.engines.vllm import prefix_cache, self_test, steps
 from ferrohook.engines.vllm.calls import call, call_async
 from ferrohook.engines.vllm.prefix_cache import has_plan
-from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions, of_answer, streams
+from ferrohook.engines.vllm.requests import (
+    PLANS,
+    FrontEnd,
+    VllmOptions,
+    of_answer,
+    streams,
+)
 from ferrohook.engines.vllm.runners import NO_REPORT, around, attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer, refuse
 from ferrohook.engines.wire import FIELD, GATES, HEADER, NAME
@@ -238,7 +244,7 @@ def _processing(
                 )
                 raise BadPlanError(msg)
             front_end.prepare(request)
-            metrics.PLANS.inc()
+            PLANS.inc()
     except ValueError as error:
         raise BadPlanError(str(error)) from error
     return request
@@ -276,7 +282,7 @@ async def _adding_async(
 
 @_around("v1.engine.parallel_sampling.ParentRequest.get_child_info")
 def _sampling(original: Any, self: Any, index: int) -> tuple[str, Any]:
-    """Gives each of several answers captures of its own."""
+    """Gives each of several answers its own captures."""
     request_id, params = original(self, index)
     if index and has_plan(params):
         params = of_answer(params, index, f"0_{self.request_id}")

@@ -12,11 +12,12 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from prometheus_client import Counter
+
 from ferrohook.engines.admission import Admission, ReadPlan, text_of
 from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
-from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import refuse
 from ferrohook.engines.wire import FIELD, GATES, NAME
 
@@ -87,6 +88,9 @@ class CapturingRequest:
 
 streams: Final[weakref.WeakValueDictionary[str, AnswerGates]] = weakref.WeakValueDictionary()
 """Answers that are streamed, in the process of their API server, by a random key."""
+PLANS: Final = Counter("ferrohook_plans", "Requests with a plan that were admitted")
+_FAILURES: Final = Counter("ferrohook_failures", "Requests whose plan failed while they ran")
+_ROWS: Final = Counter("ferrohook_rows", "Tokens of finished requests with a plan")
 _COMPLETION: Final = re.compile(r"(cmpl-.+)-(\d+)")
 """Id of the request of one prompt of a completion."""
 _SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
@@ -237,7 +241,7 @@ class FrontEnd:
         """Notes the number of tokens of prompt and answer of a finished request."""
         with self._lock:
             if engine_id in self._running:
-                metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
+                _ROWS.inc(tokens - 1)  # the last token of an answer does not run
                 if (ticket := self._running.pop(engine_id)) is not None:
                     ticket.tokens = tokens + ticket.ran_last
 
@@ -257,7 +261,7 @@ class FrontEnd:
             request_id: of the client.
             reason: why it failed.
         """
-        metrics.FAILURES.inc()
+        _FAILURES.inc()
         with self._lock:
             # Clients choose the ids: of two with one, neither learns the other's reason.
             other, _ = self._failures.setdefault(request_id, (answers, reason))

@@ -102,7 +102,7 @@ def note_gates(scheduler: Any, gates: Mapping[str, GateValues]) -> None:
 
 
 def add_gates(scheduler: Any, outputs: Iterable[Any], ended: Collection[str]) -> None:
-    """Adds the values of gates to the outputs of their requests, and drops those of others.
+    """Adds the values of gates to the outputs of their requests, and drops all others.
 
     A step that runs a part of a prompt makes no output: its values wait. They travel in the only
     field for a dict.

@@ -393,7 +393,7 @@ class RunnerWorker(EngineWorker):
         return b"{}"
 
     def end_harvest(self) -> bytes:
-        """Stores what is left of the run, and returns its numbers or its error."""
+        """Stores the rest of the run, and returns its numbers or its error."""
         harvest = self._harvest
         if harvest is None:
             return b""

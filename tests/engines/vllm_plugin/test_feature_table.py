@@ -33,15 +33,15 @@ TESTS = {
     "LoRA adapters": "test_lora.py::test_plans_on_a_model_with_an_adapter",
     "several API servers": "test_api_servers.py::test_random_requests",
     "data parallelism": "test_api_servers.py::test_failures_come_from_all_ranks",
-    "structured outputs": "test_features.py::test_structured_outputs",
+    "structured outputs": "test_feature_table.py::test_structured_outputs",
     "several answers to a prompt (`n > 1`)": (
         "test_answers.py::test_answers_are_those_of_requests_for_one_answer"
     ),
     "`/v1/responses`": "test_server.py::test_each_route_serves_a_plan_whole_or_refuses_it",
-    "pauses": "test_features.py::test_a_pause",
-    "weights replaced in place": "test_features.py::test_weights_replaced_in_place",
+    "pauses": "test_feature_table.py::test_a_pause",
+    "weights replaced in place": "test_feature_table.py::test_weights_replaced_in_place",
     "beam search": "test_server.py::test_beam_search_and_chats_refuse_what_they_would_drop",
-    "pooling models": "test_features.py::test_pooling_refuses_a_plan",
+    "pooling models": "test_feature_table.py::test_pooling_refuses_a_plan",
     "other routes, such as `/v1/embeddings`": (
         "test_server.py::test_each_route_serves_a_plan_whole_or_refuses_it"
     ),
