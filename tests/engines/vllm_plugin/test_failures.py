@@ -107,12 +107,12 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
     worker = worker_of(llm)
     admit, failed = worker.admit, []
 
-    def failing_once(*admitted: Any) -> None:
+    def failing_once(*admitted: Any, **options: Any) -> None:
         if not failed:
             failed.append(admitted)
             msg = "out of luck"
             raise RuntimeError(msg)
-        admit(*admitted)
+        admit(*admitted, **options)
 
     monkeypatch.setattr(worker, "admit", failing_once)
     outputs = served(llm, {"first": STEERED.plan, "second": STEERED.plan})
