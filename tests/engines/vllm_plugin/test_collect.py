@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import psutil
 
 import ferrohook as fh
 from ferrohook.captures import tensor_files
