@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +10,15 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
 from support.quantity_plans import ABSENT
-
-TESTS = Path(__file__).parents[2]
+from support.scripts import result_of
 
 
 def served(
     kind: str, requests: int, options: dict[str, object], environment: dict[str, str]
 ) -> dict[str, Any]:
     """Serves random requests and all plans of quantities; returns what came of them, all right."""
-    command = [sys.executable, "-W", "ignore", "-m", "support.sglang_random", "--kind", kind]
-    command += ["--requests", str(requests), "--options", json.dumps(options)]
-    ran = subprocess.run(
-        command,
-        cwd=TESTS,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    arguments = ["--kind", kind, "--requests", str(requests), "--options", json.dumps(options)]
+    found = result_of("support.sglang_random", *arguments, **environment)
     assert found["wrong"] == []
     assert found["answered"] == requests
     assert found["wrong_plans"] == {}

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
-import subprocess
-import sys
 from array import array
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +19,7 @@ from ferrohook.engines.sglang.prefix_cache import NumberedPlan, PlanNumbers
 from support.engine_scenes import NEW, PROMPT, VECTOR
 from support.engines import Change, Job
 from support.prefix_jobs import border_jobs
+from support.scripts import result_of
 from support.serving import EOS, LAYERS, VOCABULARY, wrong_answers
 from support.sglang_engine import answer_of, request, serve
 from support.sglang_prefixes import SYSTEM
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 
     from support.sglang_engine import Local
 
-TESTS = Path(__file__).parents[2]
 LAST = len(PROMPT) - 1
 """Tokens of the prompt that may be cached: the last one always runs."""
 
@@ -196,17 +192,8 @@ def test_random_plans_at_any_position(
 
 def run_script(options: dict[str, object], *arguments: str, **environment: str) -> dict[str, Any]:
     """Serves requests in another process; returns what came of them."""
-    command = [sys.executable, "-W", "ignore", "-m", "support.sglang_prefixes", *arguments]
-    ran = subprocess.run(
-        [*command, "--options", json.dumps(options)],
-        cwd=TESTS,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    given = json.dumps(options)
+    found = result_of("support.sglang_prefixes", *arguments, "--options", given, **environment)
     print(found)
     return found
 
