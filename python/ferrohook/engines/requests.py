@@ -136,6 +136,12 @@ class EngineRequest:
         """True if its plan was closed."""
         return any(it is not None and it.closed for it in (self.prepared, self.opened))
 
+    @property
+    def _gated(self) -> bool:
+        """True if its plan has gates."""
+        entries = () if self.prepared is None else self.prepared.entries
+        return any(isinstance(entry, GateEntry) for entry in entries)
+
     def stream_gates(self, stream: GateStream) -> None:
         """Has a stream take the values of its kept gates, if there are any."""
         entries = () if self.prepared is None else self.prepared.entries
@@ -163,7 +169,7 @@ class EngineRequest:
         """
         drafts, self.drafts = self.drafts, 0
         if drafts and self.opened is not None:
-            if any(isinstance(entry, GateEntry) for entry in self.opened.entries):
+            if self._gated:
                 self.opened.gates.take_back(tokens - 1, OF_REQUEST)
             if self.gate_stream is not None:
                 self.gate_stream.take_back(tokens - 1)
@@ -181,7 +187,7 @@ class EngineRequest:
         if self.prepared is None or before is None:
             return
         self.opened = self.prepared.open()
-        if any(isinstance(entry, GateEntry) for entry in self.prepared.entries):
+        if self._gated:
             # A gate with `lag` needs earlier readings; `decide` drops the ones of drafts.
             self.opened.gates = before.gates
 

@@ -171,7 +171,7 @@ def _check_route(hook: Route | Replay, names: Sequence[str], modules: ModuleTabl
             raise ValueError(msg)
 
 
-def reaches_back(at: At) -> bool:
+def _reaches_back(at: At) -> bool:
     """True if positions may be before the last token of the prompt, in a cache and unsampled."""
     start = at.start if isinstance(at, slice) else at
     return start not in {"generated", "last_prompt", -1}
@@ -184,7 +184,7 @@ def _gate_at_logits(entry: GateEntry, logits: SampledLogits) -> GateEntry:
         ValueError: it reads others, or does not fit the logits.
     """
     gate = entry.gate
-    if reaches_back(gate.at):
+    if _reaches_back(gate.at):
         msg = (
             f"gate {gate.name!r} reads {_LOGITS} at at={gate.at!r}, but the engine computes logits "
             "only from the last token of the prompt on: give the gate at='generated', "

@@ -102,10 +102,13 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], StoredBatch] = {}
         self._writer: Writer | None = None
+        self._open_folder(read_only=read_only)
+
+    def _open_folder(self, *, read_only: bool = False) -> None:
         if read_only:
             self._folder.check()
         else:
-            self._writer = Writer(self._folder.lock(), self._folder.write, max_pending)
+            self._writer = Writer(self._folder.lock(), self._folder.write, self._max_pending)
         # A function: a bound method would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
         if self._writer is not None:
@@ -117,11 +120,6 @@ class LocalStore(Store):
     def __repr__(self) -> str:
         state = "read only" if self._writer is None else "closed" if self._writer.closed else "open"
         return f"<LocalStore of {self._folder.path}, {state}>"
-
-    def _reopen(self) -> None:
-        self._writer = Writer(self._folder.lock(), self._folder.write, self._max_pending)
-        self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
-        self._writer.start()
 
     def _put(self, run: str, batch: int, layer: str, owned: dict[str, OwnedTensor]) -> None:
         with self._lock:
@@ -290,9 +288,9 @@ def lent(store: LocalStore) -> Iterator[LentFolder]:
         yield LentFolder(str(folder.path.resolve()), store._max_pending, folder.sync)
     except BaseException:
         with contextlib.suppress(StoreError):  # the error of the block comes first
-            store._reopen()
+            store._open_folder()
         raise
-    store._reopen()
+    store._open_folder()
 
 
 def _submit(writer: Writer, opened: dict[tuple[str, int], StoredBatch]) -> None:

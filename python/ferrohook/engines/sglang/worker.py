@@ -345,15 +345,16 @@ class SchedulerWorker(EngineWorker):
         params, prompt = req.sampling_params, len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, params.max_new_tokens, params.n)
-        name, first = str(next(_names)), None
-        prompt_of_answers = custom.get(ANSWERS), tuple(req.origin_input_ids)
-        runs_prompt = ANSWERS in custom and params.max_new_tokens == 0
-        if ANSWERS in custom and not runs_prompt:
-            first = self._first_of(prompt_of_answers)
-        plan = _cloning(read.plan)
-        self.admit(name, prompt, read.digest, lambda: plan, name, parent=first)
-        if runs_prompt:
-            self._keep_first(prompt_of_answers, self.requests[name], params.n)
+        name, first, kept = str(next(_names)), None, None
+        if ANSWERS in custom:
+            prompt_of_answers = custom[ANSWERS], tuple(req.origin_input_ids)
+            if params.max_new_tokens == 0:  # SGLang's own request, which runs the prompt
+                kept = prompt_of_answers
+            else:
+                first = self._first_of(prompt_of_answers)
+        self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name, parent=first)
+        if kept is not None:
+            self._keep_first(kept, self.requests[name], params.n)
         # One that leaves a queue otherwise than by `_aborting` comes to no step and no answer.
         weakref.finalize(req, self.retire, name).atexit = False
         self._reqs[name] = req

@@ -127,7 +127,7 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
             worker.take_request(new.req_id, new.sampling_params, length)
         with worker.failing():
             worker.take_step(scheduler_output)
-        worker.note_prompts(scheduler_output.scheduled_new_reqs)
+            worker.note_prompts(scheduler_output.scheduled_new_reqs)
 
     def preparing(
         _result: Any, _scheduler_output: Any, counts: Any, *_args: Any, **_kwargs: Any
@@ -170,7 +170,7 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
                 worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
         with worker.failing():
             worker.take_step(scheduler_output)
-        worker.note_prompts(scheduler_output.scheduled_new_reqs)
+            worker.note_prompts(scheduler_output.scheduled_new_reqs)
         return result
 
     def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:
