@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
 
 from typing_extensions import Buffer, disjoint_base
 
@@ -14,13 +14,17 @@ __all__ = [
     "CacheBase",
     "CallCache",
     "CallCounter",
+    "CallTokens",
     "CapturedBase",
     "Collector",
     "Dispatcher",
     "EndOfCall",
     "ForwardLog",
     "Frame",
+    "GateAggregation",
     "GateHook",
+    "GateReadings",
+    "GateWriter",
     "GpuVector",
     "HookHandle",
     "HookedBase",
@@ -42,6 +46,8 @@ __all__ = [
     "ShapeDetector",
     "SitesBase",
     "Stop",
+    "StopCheck",
+    "TokenChoice",
     "TokenHook",
     "TokenTracker",
     "TypedHook",
@@ -62,6 +68,7 @@ __all__ = [
     "release_copy",
     "release_unused",
     "run_forward_hooks",
+    "store_readings",
     "store_rows",
     "take_off",
     "to_device",
@@ -530,6 +537,56 @@ class InterventionBase(NativeHook):
     def apply(self, value: Any) -> Any: ...  # the value's type
 
 @final
+class CallTokens:
+    @property
+    def positions(self) -> list[int]: ...
+    @property
+    def rows(self) -> list[int]: ...
+    @property
+    def sequences(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    __hash__: ClassVar[None]  # type: ignore[assignment]  # it compares by content
+
+@final
+class GateAggregation:
+    def __new__(cls, name: str, at: Any, over: Any, by: Any, lag: int) -> Self: ...
+    def values(self, readings: list[float], counts: list[int]) -> list[float]: ...
+
+@disjoint_base
+class GateReadings:
+    def __new__(cls, *_others: object) -> Self: ...
+    def values(self, gate: GateAggregation, tokens: CallTokens) -> list[float]: ...
+    def made_of(
+        self, gate: GateAggregation, tokens: CallTokens
+    ) -> list[tuple[list[float], list[Any], list[int]]]: ...  # tensors or None
+    def take_back(self, position: int, sequences: int) -> None: ...
+    def ends(self, sequences: int | None = None) -> list[tuple[str, int, int]]: ...
+
+@final
+class GateWriter:
+    def __new__(cls, gate: GateAggregation, stops: Sequence[StopCheck]) -> Self: ...
+
+def store_readings(
+    writers: list[GateWriter],
+    given: list[tuple[Any, CallTokens]],
+    readings: list[float],
+    graphs: list[list[Any] | None] | None = None,
+) -> list[Exception | None]: ...
+
+@final
+class TokenChoice:
+    def __new__(cls, gates: dict[str, GateAggregation], when: Any, follows: Any) -> Self: ...
+    def __call__(
+        self, request: Any, tokens: CallTokens
+    ) -> tuple[list[bool], Any]: ...  # a tensor or None
+
+@final
+class StopCheck:
+    def __new__(cls, gates: dict[str, GateAggregation], when: Any, name: str) -> Self: ...
+
+@final
 class GateHook(NativeHook):
     def __new__(cls, read: Callable[..., Any], part: Any, mask: int) -> Self: ...
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self: ...
@@ -553,7 +610,7 @@ class MaskedHook(NativeHook):
         mask: int | None,
         tracker: TokenTracker | None = None,
         *,
-        condition: Callable[..., Any] | None = None,
+        condition: TokenChoice | None = None,
         strength: float | None = None,
     ) -> Self: ...
     @property

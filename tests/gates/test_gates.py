@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -630,7 +632,21 @@ def test_many_conditions_are_flat() -> None:
 
 def test_readings_keep_no_graph_unless_a_strength_follows_them() -> None:
     own = copy.deepcopy(model()).requires_grad_()
-    with torch.enable_grad(), fh.Plan(GATE, fh.keep("@gate.g")).open(own) as request:
-        own(IDS)
-        (rows,) = request.gates._rows["g"].values()
-    assert not rows[0].graphs
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+            alive.add(self)
+
+    followed = fh.on(f"{LAYERS}.1", fh.Add(torch.ones(WIDTH)), strength=fh.ramp("g", 0, 1))
+    for plan, kept in ((fh.Plan(GATE, fh.keep("@gate.g")), False), (fh.Plan(GATE, followed), True)):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor),
+            plan.open(own) as request,
+        ):
+            own(IDS)
+        gc.collect()
+        assert bool(alive) is kept
+        assert request.error is None

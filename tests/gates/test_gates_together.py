@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.gates import state
 
 WIDTH = 8
 TEXTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
@@ -370,29 +369,8 @@ def test_ends_of_a_ramp_may_be_beyond_float32(grad: bool) -> None:
         torch.testing.assert_close(found, model(torch.tensor([[1, 2]])))
 
 
-def test_a_decode_step_examines_only_its_own_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    examined: list[list[int]] = []
-
-    def places_at(at: Any, positions: list[int], prompt: int | None) -> list[int]:
-        examined.append(positions)
-        return chosen(at, positions, prompt)
-
-    chosen = state.places_at
-    monkeypatch.setattr(state, "places_at", places_at)
-    gate = fh.gate("g", "layers.0", fh.Norm(), at="generated", over="so_far")
-    plan = fh.Plan(gate, fh.on("layers.1", fh.Zero(), at="generated", when=fh.above("g", 0)))
-    model = stack()
-    request: Any = plan.prepare(model).open()
-    for position in range(6):
-        ids, at = torch.tensor([[1]]), torch.tensor([[position]])
-        with fh.batch({request: 0}, positions=at, lengths={request: 2}):
-            model(ids)
-    assert request.error is None
-    assert examined[-3:] == [[3], [4], [5]]
-
-
 def test_a_gate_that_was_used_is_pickled() -> None:
     gate: Any = fh.gate("g", "layers.0", fh.Norm(), over=fh.ema(0.5))
-    values = gate.gate.aggregate([1.0, 2.0, 4.0], [0, 2, 3], [])
-    again = pickle.loads(pickle.dumps(gate.gate)).aggregate([1.0, 2.0, 4.0], [0, 2, 3], [])
+    values = gate.gate.aggregation().values([1.0, 2.0, 4.0], [0, 2, 3])
+    again = pickle.loads(pickle.dumps(gate.gate)).aggregation().values([1.0, 2.0, 4.0], [0, 2, 3])
     assert str(values) == str(again) == "[nan, 1.5, 2.75]"

@@ -245,11 +245,12 @@ def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:
 
 
 def test_rejected_tokens_end_nothing() -> None:
-    with fh.Plan(GATE, ALWAYS).open(model(), prompt=1) as request:
+    request: Any = fh.Plan(GATE, ALWAYS).prepare(model()).open()
+    positions = torch.arange(3)[None]
+    with fh.batch({request: 0}, positions=positions, lengths={request: 1}):
         model()(torch.tensor([[5, 6, 7]]))
-        assert request.stopped
-        (((number, _), _),) = request.gates._stopped.items()
-        request.accept(0, number)
+    assert request.stopped
+    request.accept(0, 0)
     assert request.stopped == []
 
 

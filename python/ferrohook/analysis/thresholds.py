@@ -163,6 +163,6 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
             if len(read) < least:
                 found.append(-math.inf)
                 continue
-            each = gate.aggregate(read, counts, [])
+            each = gate.aggregation().values(read, counts)
             found.append(float(torch.tensor(each, dtype=torch.float64).max()))
     return torch.tensor(found, dtype=torch.float64)

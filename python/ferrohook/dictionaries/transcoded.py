@@ -16,15 +16,13 @@ from ferrohook.util.never_trace import never_trace
 from ferrohook.util.texts import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
+    from ferrohook._core import CallTokens, TokenChoice
     from ferrohook.dictionaries.features import Feature
     from ferrohook.names.places import Place
-
-    TokensOfCall = tuple[list[int], list[int], int, list[int] | None]
-    """Row and position of each token, id of the sequences, lengths of the prompts."""
 
 
 T = TypeVar("T")
@@ -36,7 +34,7 @@ _MOST_PENDING: Final = 64
 class TranscodedRequest(Protocol):
     """A request whose plan changes features of transcoders."""
 
-    transcoded: Mapping[int, dict[int, tuple[TokensOfCall, Tensor]]]
+    transcoded: Mapping[int, dict[int, tuple[CallTokens, Tensor]]]
     """Changes of features that a running call has read and not written, with their tokens: by the
     number of the entry, and the id of the sequences."""
 
@@ -49,7 +47,7 @@ class TranscodedFeature:
         number: of the entry in its plan.
         reads: where the transcoder reads.
         writes: where it writes.
-        condition: chooses among the tokens, see `TokenChoice`; None for all.
+        condition: chooses among the tokens; None for all.
         strength: how much of the change is made, without a condition.
 
     Raises:
@@ -63,7 +61,7 @@ class TranscodedFeature:
         reads: Place,
         writes: Place,
         *,
-        condition: Callable[..., tuple[list[bool], Tensor | None]] | None = None,
+        condition: TokenChoice | None = None,
         strength: float | None = None,
     ) -> None:
         self._feature, self._number = feature, number
@@ -73,7 +71,7 @@ class TranscodedFeature:
         check_places(feature, reads, writes)
 
     def read(
-        self, request: TranscodedRequest, value: Any, places: Tensor, tokens: TokensOfCall
+        self, request: TranscodedRequest, value: Any, places: Tensor, tokens: CallTokens
     ) -> None:
         """Reads the features of some tokens; `places`: of the tokens in the tensor there."""
         x = flattened(self._feature.dictionary, part_of(value, self._reads.part))
@@ -82,12 +80,12 @@ class TranscodedFeature:
             x = x * self._reads.multiplier
         change = self._feature._edit.change_of(x.to(computed_in(x)))
         pending = request.transcoded[self._number]
-        pending[tokens[2]] = tokens, change
+        pending[tokens.sequences] = tokens, change
         for sequences in [*pending][:-_MOST_PENDING]:  # of calls that did not come to the end
             pending.pop(sequences, None)
 
     def write(
-        self, request: TranscodedRequest, value: Any, places: Tensor, tokens: TokensOfCall
+        self, request: TranscodedRequest, value: Any, places: Tensor, tokens: CallTokens
     ) -> Any:
         """Returns the value with the features of the same tokens changed.
 
@@ -95,7 +93,7 @@ class TranscodedFeature:
             HookError: they were not read in this call.
             HookTypeError: the tensor is not as wide as the output of the transcoder.
         """
-        read, change = request.transcoded[self._number].pop(tokens[2], (None, None))
+        read, change = request.transcoded[self._number].pop(tokens.sequences, (None, None))
         if change is None or read != tokens:
             msg = (
                 f"{self._feature!r} changes {self._writes.shown} by features of the same tokens at "

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
-from ctypes import c_float
 from itertools import accumulate
-from math import nan
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
@@ -15,7 +11,7 @@ import torch
 from ferrohook.util.arguments import at_least, expect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -24,15 +20,6 @@ By: TypeAlias = 'Literal["max", "min", "mean", "last"]'
 Over: TypeAlias = 'Literal["token", "prompt", "so_far"] | Window | Ema'
 """Which readings the value at a token is made of."""
 
-Aggregate: TypeAlias = "Callable[[Sequence[float], Sequence[int], list[float]], list[float]]"
-"""Makes values, each of which has the precision of float32; of an unknown one NaN.
-
-Its arguments: the readings in order of position. For each value the number of readings up to its
-token, with "prompt" those of the prompt only: at least the size of a window, or 0 if it is unknown.
-Results after each of the first readings, as an earlier call left them, which it extends.
-"""
-
-_CHOSEN: Final[dict[str, Callable[..., float]]] = {"max": max, "min": min}
 _BY: Final = ("max", "min", "mean", "last")
 _OVER: Final = ("token", "prompt", "so_far")
 
@@ -106,80 +93,17 @@ def check_over(over: Any, by: Any) -> None:
         raise ValueError(msg)
 
 
-def aggregation(over: Over, by: By) -> Aggregate:
-    """Returns the function that makes values of a gate from its readings.
+def recorded(
+    over: Over, by: By, readings: Sequence[float], graph: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Returns the values of `GateAggregation` from readings with a gradient.
 
     Args:
         over: see `Over`.
         by: see `By`.
-    """
-    if isinstance(over, Ema):
-        return functools.partial(_stepwise, functools.partial(_averaged, over.decay), _rounded)
-    if over == "token" or by == "last":
-        return _last
-    if isinstance(over, Window):
-        return functools.partial(_of_window, over.size, _mean if by == "mean" else _CHOSEN[by])
-    if by == "mean":
-        return functools.partial(_stepwise, operator.add, _per_count)
-    return functools.partial(_stepwise, _CHOSEN[by], None)
-
-
-def _last(readings: Sequence[float], counts: Sequence[int], _results: list[float]) -> list[float]:
-    return [readings[count - 1] if count else nan for count in counts]
-
-
-def _of_window(
-    size: int,
-    reduce: Callable[[Sequence[float]], float],
-    readings: Sequence[float],
-    counts: Sequence[int],
-    _results: list[float],
-) -> list[float]:
-    return [reduce(readings[count - size : count]) if count else nan for count in counts]
-
-
-def _stepwise(
-    step: Callable[[float, float], float],
-    finish: Callable[[float, int], float] | None,
-    readings: Sequence[float],
-    counts: Sequence[int],
-    running: list[float],
-) -> list[float]:
-    """Values that follow from the result after the reading before and the next one."""
-    for reading in readings[len(running) : max(counts)]:
-        running.append(step(running[-1], reading) if running else reading)
-    if finish is None:
-        return [running[count - 1] if count else nan for count in counts]
-    return [finish(running[count - 1], count) if count else nan for count in counts]
-
-
-def _averaged(decay: float, average: float, reading: float) -> float:
-    return decay * average + (1 - decay) * reading
-
-
-def _rounded(average: float, _count: int) -> float:
-    return float32(average)
-
-
-def _per_count(total: float, count: int) -> float:
-    return float32(total / count)
-
-
-def _mean(readings: Sequence[float]) -> float:
-    return float32(sum(readings) / len(readings))
-
-
-def recorded(
-    over: Over, by: By, readings: Sequence[float], graph: Tensor, counts: Sequence[int]
-) -> Tensor:
-    """Returns the same values from readings with a gradient; see `aggregated` for other arguments.
-
-    Args:
-        over: as there.
-        by: as there.
-        readings: as there.
+        readings: in order of position.
         graph: the readings with their gradient, float32, (readings,).
-        counts: as there, all of known values.
+        counts: for each value the number of readings up to its token; all values are known.
 
     Returns:
         float32, (values,).
@@ -208,8 +132,3 @@ def recorded(
         extremes = [*accumulate(span, lambda *pair: chosen(pair, key=readings.__getitem__))]
         places = [extremes[count - 1] for count in counts]
     return graph[torch.tensor(places, device=graph.device)]
-
-
-def float32(number: float) -> float:
-    """Rounds a number to float32, the precision of readings and their bounds."""
-    return c_float(number).value

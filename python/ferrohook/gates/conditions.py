@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ferrohook.errors import HookTypeError
-from ferrohook.gates.aggregation import float32
 from ferrohook.util.arguments import check_encodes, expect, finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
-
-
-ValuesOf: TypeAlias = "Callable[[str], Sequence[float]]"
-"""Returns the values at some tokens of the gate of a name; NaN where they are unknown."""
-Truth: TypeAlias = bool | None
-"""A condition at a token: true, false, or None where it is unknown."""
 
 
 class Condition(ABC):
@@ -32,10 +24,6 @@ class Condition(ABC):
     is known to be true. `~` of an unknown condition is unknown; `&` with one that is false is
     false, and `|` with one that is true is true.
     """
-
-    @abstractmethod
-    def at(self, values_of: ValuesOf) -> list[Truth]:
-        """Evaluates it at some tokens."""
 
     @abstractmethod
     def gates(self) -> Iterator[str]:
@@ -75,26 +63,6 @@ class Comparison(Condition):
     closed: bool = False
     """True if the bounds themselves are included."""
 
-    @cached_property
-    def _bounds(self) -> tuple[float | str | None, float | str | None]:
-        """The bounds, numbers as values of gates have them."""
-        low, high = (
-            float32(bound) if isinstance(bound, float) else bound for bound in (self.low, self.high)
-        )
-        return low, high
-
-    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
-        values, closed = values_of(self.gate), self.closed
-        low, high = self._bounds
-        if not isinstance(low, str) and not isinstance(high, str):
-            return [_truth(value, low, high, closed=closed) for value in values]
-        lows, highs = (
-            values_of(bound) if isinstance(bound, str) else [bound] * len(values)
-            for bound in (low, high)
-        )
-        together = zip(values, lows, highs, strict=True)
-        return [_truth(value, least, most, closed=closed) for value, least, most in together]
-
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         yield self.gate
         yield from (bound for bound in (self.low, self.high) if isinstance(bound, str))
@@ -123,14 +91,6 @@ class Combined(Condition):
             flat += each.conditions if alike else (each,)  # type: ignore[attr-defined]  # alike
         return cls(tuple(flat), needs_all)
 
-    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
-        decided = not self.needs_all  # by one of them
-        together = zip(*(each.at(values_of) for each in self.conditions), strict=True)
-        return [
-            decided if decided in each else None if None in each else not decided
-            for each in together
-        ]
-
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         for each in self.conditions:
             yield from each.gates()
@@ -145,9 +105,6 @@ class Not(Condition):
     """A condition that must be false."""
 
     one: Condition
-
-    def at(self, values_of: ValuesOf) -> list[Truth]:  # noqa: D102 (see the base)
-        return [None if each is None else not each for each in self.one.at(values_of)]
 
     def gates(self) -> Iterator[str]:  # noqa: D102 (see the base)
         yield from self.one.gates()
@@ -166,11 +123,6 @@ class Ramp:
 
     def __repr__(self) -> str:
         return f"ramp({self.gate!r}, {self.start}, {self.end})"
-
-    def of(self, values: Sequence[float]) -> list[float]:
-        """Returns the strengths for values of the gate."""
-        start, length = self.start, self.end - self.start
-        return [min(max((value - start) / length, 0.0), 1.0) for value in values]
 
     def of_tensor(self, values: Tensor) -> Tensor:
         """Returns the strengths for values of the gate, differentiably."""
@@ -261,13 +213,6 @@ def check_name(name: Any) -> str:
         raise ValueError(msg)
     check_encodes(name, "the name of a gate")
     return str(name)
-
-
-def _truth(value: float, low: float | None, high: float | None, *, closed: bool) -> Truth:
-    if value != value or low != low or high != high:  # noqa: PLR0124 (NaN: unknown)
-        return None
-    above = low is None or value > low or (closed and value == low)
-    return above and (high is None or value < high or (closed and value == high))
 
 
 def _bound(bound: Any) -> float | str:

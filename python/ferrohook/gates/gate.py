@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ferrohook._core import needs_prompt
-from ferrohook.gates.aggregation import aggregation
+from ferrohook._core import GateAggregation
 from ferrohook.tokens.positions import native_at
 
 if TYPE_CHECKING:
-    from ferrohook.gates.aggregation import Aggregate, By, Over
+    from ferrohook.gates.aggregation import By, Over
     from ferrohook.gates.readings import Reading
     from ferrohook.tokens.positions import At
 
@@ -27,12 +25,7 @@ class Gate:
     by: By
     lag: int
 
-    @cached_property
-    def aggregate(self) -> Aggregate:
-        """Makes its values from its readings."""
-        return aggregation(self.over, self.by)
-
-    @cached_property
-    def counts_from_prompt(self) -> bool:
-        """True if the tokens that it reads depend on the length of the prompt."""
-        return self.at is not None and bool(needs_prompt(native_at(self.at)))
+    def aggregation(self) -> GateAggregation:
+        """Returns what makes its values from its readings."""
+        at = None if self.at is None else native_at(self.at)
+        return GateAggregation(self.name, at, self.over, self.by, self.lag)

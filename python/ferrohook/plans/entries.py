@@ -287,6 +287,11 @@ class StopEntry(PlanEntry):
         return frozenset(self.when.gates())
 
     @property
+    def name(self) -> str:
+        """Name of the gate; of several, with commas between them."""
+        return ", ".join(dict.fromkeys(self.when.gates()))
+
+    @property
     def has_places(self) -> bool:
         """False: its gates have theirs."""
         return False

@@ -18,6 +18,8 @@ from ferrohook._core import (
     HookHandle,
     ModuleTree,
     RequestBase,
+    StopCheck,
+    TokenChoice,
     TokenHook,
     name_positions,
 )
@@ -32,9 +34,8 @@ from ferrohook.dictionaries.transcoded import TranscodedFeature, one_place
 from ferrohook.effects.intervention import Intervention
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.gates.conditions import Ramp
-from ferrohook.gates.hooks import GateReader, TokenChoice
+from ferrohook.gates.hooks import GateReader
 from ferrohook.gates.state import GateStates, Stopped
-from ferrohook.gates.stops import StopCheck
 from ferrohook.names.places import hooks_at, modules_of
 from ferrohook.plans.entries import (
     Entry,
@@ -65,10 +66,9 @@ from ferrohook.util.weak import weakly
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ferrohook._core import CallTokens, GateAggregation
     from ferrohook.attach.attention import AttentionPoint
-    from ferrohook.dictionaries.transcoded import TokensOfCall
     from ferrohook.effects.typed import Phase
-    from ferrohook.gates.gate import Gate
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
 
@@ -142,7 +142,10 @@ class Prepared:
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)
         _check_order(self.entries, found)
-        gates = gates_of(self.entries)
+        self._gates = {
+            name: (gate, gate.aggregation()) for name, gate in gates_of(self.entries).items()
+        }
+        aggregations = {name: aggregation for name, (_, aggregation) in self._gates.items()}
         everything = modules_of(it for places in found + read for it in places.values())
         stacks = self._stacks(model, found)
         parts = {path: model.get_submodule(path) for path in stacks}
@@ -154,26 +157,28 @@ class Prepared:
         self._contents.guard = guards[""]
         strengths = [entry.options.get("strength") for entry in self.entries]
         followed = {each.gate for each in strengths if isinstance(each, Ramp)}
+        stops = [entry for entry in self.entries if isinstance(entry, StopEntry)]
+        self._contents.stops = bool(stops)
+        checks = [(it.gates, StopCheck(aggregations, it.when, it.name)) for it in stops]
         self._contents.gates = {
             entry.gate.name: GateReader(
-                entry.gate, next(iter(places.values())), followed=entry.gate.name in followed
+                entry.gate,
+                aggregations[entry.gate.name],
+                next(iter(places.values())),
+                [check for names, check in checks if entry.gate.name in names],
+                followed=entry.gate.name in followed,
             )
             for entry, places in zip(self.entries, found, strict=True)
             if isinstance(entry, GateEntry)
         }
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and entry.reads is not None:
-                self._transcode(number, found, read[number], attachment, gates)
+                self._transcode(number, found, read[number], attachment, aggregations)
             elif isinstance(entry, HookEntry):
-                self._register(number, entry, places, attachment, gates)
+                self._register(number, entry, places, attachment, aggregations)
             elif isinstance(entry, GateEntry):
                 self._read(number, entry, found, attachment)
-            elif isinstance(entry, StopEntry):
-                self._contents.stops = True
-                check = StopCheck(gates, entry.when)
-                for name in entry.gates:
-                    self._contents.gates[name].stops.append(check)
-            else:
+            elif isinstance(entry, KeepEntry):
                 self._capture(model, number, entry, found)
         if ats := self._contents.ats:
             name_positions(self._frame, [native_at(at) for at in ats])
@@ -215,7 +220,7 @@ class Prepared:
         entry: HookEntry,
         places: dict[str, Place],
         attachment: Attachment,
-        gates: dict[str, Gate],
+        gates: dict[str, GateAggregation],
     ) -> None:
         mask = self._mask(entry)
         with _named(number):
@@ -241,7 +246,7 @@ class Prepared:
         found: list[dict[str, Place]],
         read: dict[str, Place],
         attachment: Attachment,
-        gates: dict[str, Gate],
+        gates: dict[str, GateAggregation],
     ) -> None:
         """Registers the two hooks of a change of features of a transcoder."""
         entry = cast("HookEntry", self.entries[number])
@@ -364,7 +369,7 @@ class Prepared:
             stopped = weakly(request.stopped_rows) if self._contents.stops else None
             request.sequences = Sequences(request.prompt, weakly(request.accept), stopped)
         if self._contents.gates:
-            request.gates = GateStates()
+            request.gates = GateStates(self._gates)
         if self._contents.transcodes:
             request.transcoded = {number: {} for number in self._contents.transcodes}
         if deadline is not None:
@@ -448,7 +453,7 @@ class Request(RequestBase, Scope):
     """Sequences that its calls ran, for a plan with positions."""
     gates: GateStates
     """Readings of its gates, for a plan with some."""
-    transcoded: Mapping[int, dict[int, tuple[TokensOfCall, Tensor]]]
+    transcoded: Mapping[int, dict[int, tuple[CallTokens, Tensor]]]
     """Changed features that a call has read, of a plan with some, see `TranscodedRequest`."""
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
@@ -483,7 +488,7 @@ class Request(RequestBase, Scope):
     @property
     def stopped(self) -> list[Stopped]:
         """The sequences that a `stop` of its plan has ended, in order of their rows."""
-        return self.gates.stopped() if self._plan.gates else []
+        return self.gates.stopped() if self._plan.stops else []
 
     @property
     def may_stop(self) -> bool:
@@ -666,7 +671,7 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
             raise HookTypeError(msg)
 
 
-def _extent(entry: HookEntry, gates: Mapping[str, Gate]) -> dict[str, Any]:
+def _extent(entry: HookEntry, gates: dict[str, GateAggregation]) -> dict[str, Any]:
     """Returns which tokens a hook changes and how much: arguments of `masked`."""
     when, strength = entry.options.get("when"), entry.options.get("strength")
     follows = strength if isinstance(strength, Ramp) else None

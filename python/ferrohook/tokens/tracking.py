@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook._core import Attachment, Frame, HookHandle, ModuleTree
+    from ferrohook._core import Attachment, Frame, HookHandle, ModuleTree, TokenChoice
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.names.places import Place
     from ferrohook.tokens.positions import At, Tokens
@@ -94,7 +94,7 @@ def masked(
     mask: int | None,
     tracker: Tracker | None = None,
     *,
-    condition: Callable[..., Any] | None = None,
+    condition: TokenChoice | None = None,
     strength: float | None = None,
 ) -> MaskedHook | TokenHook:
     """Makes the form of a hook that acts at positions, under a condition or with a strength.
@@ -103,7 +103,7 @@ def masked(
         hook: as `hooks_at` has it.
         mask: index of the positions in the plan or the tracker; None for a strength only.
         tracker: outside of plans.
-        condition: chooses among the tokens at the positions, see `TokenChoice`.
+        condition: chooses among the tokens at the positions.
         strength: how much of its change is made; None for all of it.
 
     Raises:

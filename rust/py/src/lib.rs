@@ -10,6 +10,7 @@ mod contexts;
 mod cpython;
 mod effects;
 mod error;
+mod gates;
 mod hooks;
 mod registry;
 mod rows;
@@ -76,6 +77,14 @@ mod _core {
     #[pymodule_export]
     use crate::effects::typed::TypedHook;
     #[pymodule_export]
+    use crate::gates::aggregation::GateAggregation;
+    #[pymodule_export]
+    use crate::gates::conditions::{StopCheck, TokenChoice};
+    #[pymodule_export]
+    use crate::gates::state::GateReadings;
+    #[pymodule_export]
+    use crate::gates::writer::{GateWriter, store_readings};
+    #[pymodule_export]
     use crate::hooks::callable::refuse_async;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
@@ -89,6 +98,8 @@ mod _core {
     use crate::rows::at::{name_positions, needs_prompt, places_at};
     #[pymodule_export]
     use crate::rows::batch::BatchBase;
+    #[pymodule_export]
+    use crate::rows::call_tokens::CallTokens;
     #[pymodule_export]
     use crate::rows::calls::program_cache::cache_programs;
     #[pymodule_export]

@@ -79,7 +79,7 @@ impl Native for GateHook {
         let call = Some(CallArguments::of(turn));
         let taken = tokens.mask.take(turn.describe, &value, call)?;
         let read = self.read.bind(py);
-        read.call1((tokens.tracker, taken, tokens.for_python))?;
+        read.call1((tokens.tracker, taken, tokens.tokens))?;
         Ok(None)
     }
 
@@ -184,9 +184,13 @@ impl GateGroup {
         let vectors = tokens.take(&x, &self.selection, shared.layout.size)?;
         let places: Vec<_> = tokens.parts.iter().map(|(place, ..)| *place).collect();
         let reader = self.reader(py, &places)?;
-        let given = tokens.parts.iter().map(|(_, owner, given)| (owner, given));
+        let given = tokens
+            .parts
+            .iter()
+            .map(|(_, owner, own)| (owner, own.clone()));
         let given: Vec<_> = given.collect();
-        let errors = reader.call1((vectors, given))?.extract()?;
+        let errors: Vec<Option<Bound<'_, PyAny>>> = reader.call1((vectors, given))?.extract()?;
+        let errors = errors.into_iter().map(|error| error.map(PyErr::from_value));
         failed.extend(tokens.failures(&self.parts, errors));
         Ok(())
     }

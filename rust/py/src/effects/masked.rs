@@ -10,9 +10,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::cpython::invoke;
-use crate::cpython::once::Once;
 use crate::effects::intervention::{InterventionBase, Strength, lerp};
 use crate::effects::together::{InterventionGroup, JointInterventions};
+use crate::gates::conditions::{Strengths, TokenChoice};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
@@ -24,6 +24,7 @@ use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
 use crate::torch;
+use crate::torch::tensors::float_tensor_of;
 
 /// Hook at some positions, under a condition or with a strength: an intervention, or a forward hook of
 /// PyTorch's contract, whose result replaces the output there.
@@ -36,9 +37,8 @@ pub struct MaskedHook {
     mask: Option<usize>,
     /// None in a plan, whose requests are trackers.
     tracker: Option<Py<TokenTracker>>,
-    /// Chooses among the tokens at the positions: called with the request and the tokens, it returns for
-    /// each whether the hook changes it, and a tensor of strengths if these follow a gate.
-    condition: Option<Py<PyAny>>,
+    /// Chooses among the tokens at the positions.
+    condition: Option<Py<TokenChoice>>,
     /// Strength without a condition.
     strength: Option<Py<PyAny>>,
 }
@@ -51,7 +51,7 @@ impl MaskedHook {
         hook: Bound<'_, PyAny>,
         mask: Option<usize>,
         tracker: Option<Py<TokenTracker>>,
-        condition: Option<Py<PyAny>>,
+        condition: Option<Py<TokenChoice>>,
         strength: Option<Py<PyAny>>,
     ) -> (Self, NativeHook) {
         let masked = Self {
@@ -114,9 +114,7 @@ impl MaskedHook {
         let Some(found) = TokenTracker::tokens_at(tracker, at, tokens, turn.describe)? else {
             return Ok(None);
         };
-        let arguments = (tracker, found.for_python(py)?);
-        let chosen = condition.bind(py).call1(arguments)?;
-        let (acts, strengths): (Vec<bool>, Option<Bound<'py, PyAny>>) = chosen.extract()?;
+        let (acts, strengths) = condition.get().decide(tracker, &found.tokens)?;
         if !acts.contains(&true) {
             return Ok(None);
         }
@@ -128,7 +126,7 @@ impl MaskedHook {
         let of_tokens = |numbers| Strength::OfTokens(mask, numbers, CallArguments::of(turn));
         Ok(Some(Extent {
             mask: Some(refined),
-            strength: strengths.map(of_tokens).or(strength),
+            strength: strengths.tensor(py)?.map(of_tokens).or(strength),
         }))
     }
 }
@@ -299,21 +297,25 @@ impl ConditionalGroup {
     ) -> PyResult<Option<Blend<'py>>> {
         let py = shared.value.py();
         let tokens = JoinedTokens::of(shared, &self.parts, failed)?;
-        let hooks = tokens.parts.iter().map(|(place, owner, given)| {
+        let mut acts = Vec::with_capacity(tokens.len());
+        let mut strengths = StrengthsOfParts::default();
+        let mut errors = Vec::with_capacity(tokens.parts.len());
+        for (place, owner, own) in &tokens.parts {
             let hook = self.hooks[*place].get();
-            (&hook.condition, &hook.strength, owner, given)
-        });
-        let hooks: Vec<_> = hooks.collect();
-        let (mut acts, mut strengths) = (vec![true; tokens.len()], None);
-        if !hooks
-            .iter()
-            .all(|(condition, strength, ..)| condition.is_none() && strength.is_none())
-        {
-            let decided = decide(py)?.call1((hooks,))?;
-            let errors: Vec<_>;
-            (acts, strengths, errors) = decided.extract()?;
-            failed.extend(tokens.failures(&self.parts, errors));
+            let decided = match &hook.condition {
+                None => Ok((vec![true; own.len()], Strengths::Constant)),
+                Some(condition) => condition.get().decide(owner, own),
+            };
+            let (chosen, found, error) = match decided {
+                Ok((chosen, found)) => (chosen, found, None),
+                Err(error) => (vec![false; own.len()], Strengths::Constant, Some(error)),
+            };
+            acts.extend(chosen);
+            errors.push(error);
+            strengths.add(py, own.len(), found, hook.strength.as_ref())?;
         }
+        failed.extend(tokens.failures(&self.parts, errors));
+        let strengths = strengths.joined(py)?;
         if !acts.contains(&true) {
             return Ok(None);
         }
@@ -384,12 +386,58 @@ impl<'py> Blend<'py> {
     }
 }
 
-/// Python's function that decides for many hooks at once.
-fn decide(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
-    static DECIDE: Once<Py<PyAny>> = Once::new();
-    let found = DECIDE.get_or_try_init(py, || {
-        let module = py.import("ferrohook.gates.hooks")?;
-        Ok::<_, PyErr>(module.getattr("decide_together")?.unbind())
-    })?;
-    Ok(found.bind(py))
+/// Strengths at the tokens of several parts, one part after the other.
+#[derive(Default)]
+struct StrengthsOfParts<'py> {
+    parts: Vec<Strengths<'py>>,
+    /// True if one may differ from 1.
+    partial: bool,
+}
+
+impl<'py> StrengthsOfParts<'py> {
+    /// Adds those of a part; `constant`: strength of its hook, if it follows no gate.
+    fn add(
+        &mut self,
+        py: Python<'py>,
+        count: usize,
+        found: Strengths<'py>,
+        constant: Option<&Py<PyAny>>,
+    ) -> PyResult<()> {
+        self.partial |= constant.is_some() || !matches!(found, Strengths::Constant);
+        self.parts.push(match found {
+            Strengths::Constant => {
+                let constant = constant.map_or(Ok(1.0), |it| it.extract(py))?;
+                Strengths::Numbers(vec![constant; count])
+            }
+            found => found,
+        });
+        Ok(())
+    }
+
+    /// Returns them as a tensor; None if all are 1.
+    fn joined(self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if !self.partial {
+            return Ok(None);
+        }
+        let recorded = self.parts.iter().find_map(|part| match part {
+            Strengths::Recorded(tensor) => Some(tensor.clone()),
+            _ => None,
+        });
+        let Some(recorded) = recorded else {
+            let numbers = self.parts.into_iter().flat_map(|part| match part {
+                Strengths::Numbers(numbers) => numbers,
+                _ => Vec::new(),
+            });
+            return float_tensor_of(py, numbers.collect()).map(Some);
+        };
+        let device = recorded.getattr(intern!(py, "device"))?;
+        let mut tensors = Vec::with_capacity(self.parts.len());
+        for part in self.parts {
+            if let Some(tensor) = part.tensor(py)? {
+                tensors.push(tensor.call_method1(intern!(py, "to"), (&device,))?);
+            }
+        }
+        let torch = py.import(intern!(py, "torch"))?;
+        torch.call_method1(intern!(py, "cat"), (tensors,)).map(Some)
+    }
 }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::at::Chosen;
+use crate::rows::call_tokens::CallTokens;
 use crate::rows::calls::merging::{InBatch, in_batch};
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
@@ -22,7 +22,7 @@ pub struct ActingTokens<'a, 'py> {
     /// The request, or the tracker outside of plans.
     pub tracker: &'a Bound<'py, TokenTracker>,
     pub mask: Arc<Mask>,
-    pub for_python: Bound<'py, PyTuple>,
+    pub tokens: CallTokens,
 }
 
 impl<'a, 'py> ActingTokens<'a, 'py> {
@@ -40,14 +40,11 @@ impl<'a, 'py> ActingTokens<'a, 'py> {
             return Ok(None);
         };
         let found = TokenTracker::tokens_at(tracker, at, tokens, turn.describe)?;
-        let found = found.map(|found| {
-            Ok(Self {
-                tracker,
-                mask,
-                for_python: found.for_python(py)?,
-            })
-        });
-        found.transpose()
+        Ok(found.map(|found| Self {
+            tracker,
+            mask,
+            tokens: found.tokens,
+        }))
     }
 }
 
@@ -131,7 +128,7 @@ impl Native for TokenHook {
         }
         let call = Some(CallArguments::of(turn));
         let places = tokens.mask.places_in(turn.describe, &rows, call)?;
-        let arguments = (tokens.tracker, turn.value, places, tokens.for_python);
+        let arguments = (tokens.tracker, turn.value, places, tokens.tokens);
         let changed = self.change.bind(py).call1(arguments)?;
         Ok((!changed.is_none()).then_some(changed))
     }

@@ -80,7 +80,7 @@ fn saturating(int: &Bound<'_, PyAny>) -> PyResult<i64> {
 
 impl At {
     /// True if they refer to the length of the prompt.
-    fn needs_prompt(&self) -> bool {
+    pub fn needs_prompt(&self) -> bool {
         match self.kind {
             PositionsKind::Prompt | PositionsKind::LastPrompt | PositionsKind::Generated => true,
             PositionsKind::One(position) => position < 0,
@@ -92,7 +92,7 @@ impl At {
     }
 
     /// Raises if they refer to the length of a prompt that is not known.
-    fn check(&self, py: Python<'_>, prompt: Option<i64>) -> PyResult<()> {
+    pub fn check(&self, py: Python<'_>, prompt: Option<i64>) -> PyResult<()> {
         if prompt.is_none() && self.needs_prompt() {
             let at = self.given.bind(py).repr()?;
             let message =
@@ -123,22 +123,18 @@ impl At {
         Ok(places)
     }
 
-    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt, see `check`.
-    fn places(
-        &self,
-        py: Python<'_>,
-        positions: &[Position],
-        prompt: Option<i64>,
-    ) -> PyResult<Vec<MemberPlace>> {
+    /// Returns the test of a position; None for a function, which is called once for all. `prompt`:
+    /// length of the prompt, see `check`.
+    pub fn test(&self, prompt: Option<i64>) -> Option<Box<dyn Fn(Position) -> bool>> {
         let length = prompt.unwrap_or_default();
         let from_end = |bound: i64| match bound {
             0.. => bound,
             _ => length.saturating_add(bound).max(0),
         };
         let chosen: Box<dyn Fn(i64) -> bool> = match self.kind {
-            PositionsKind::Prompt => Box::new(|it| it < length),
-            PositionsKind::LastPrompt => Box::new(|it| it == length - 1),
-            PositionsKind::Generated => Box::new(|it| it >= length),
+            PositionsKind::Prompt => Box::new(move |it| it < length),
+            PositionsKind::LastPrompt => Box::new(move |it| it == length - 1),
+            PositionsKind::Generated => Box::new(move |it| it >= length),
             PositionsKind::One(one) if one >= 0 => Box::new(move |it| it == one),
             PositionsKind::One(one) => Box::new(move |it| it == length.saturating_add(one)),
             PositionsKind::Slice { start, stop, step } => {
@@ -147,14 +143,32 @@ impl At {
                     it >= start && stop.is_none_or(|stop| it < stop) && (it - start) % step == 0
                 })
             }
-            PositionsKind::Function => {
-                let places = self.chosen_by_function(py, &[positions], &[length])?;
-                return Ok(places.into_iter().map(MemberPlace).collect());
-            }
+            PositionsKind::Function => return None,
+        };
+        Some(Box::new(move |position| {
+            position.0 >= 0 && chosen(position.0)
+        }))
+    }
+
+    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt, see `check`.
+    pub fn places(
+        &self,
+        py: Python<'_>,
+        positions: &[Position],
+        prompt: Option<i64>,
+    ) -> PyResult<Vec<MemberPlace>> {
+        let Some(test) = self.test(prompt) else {
+            let length = prompt.unwrap_or_default();
+            let places = self.chosen_by_function(py, &[positions], &[length])?;
+            return Ok(places.into_iter().map(MemberPlace).collect());
         };
         let places = positions.iter().enumerate();
-        let places = places.filter(|(_, position)| position.0 >= 0 && chosen(position.0));
+        let places = places.filter(|(_, position)| test(**position));
         Ok(places.map(|(place, _)| MemberPlace(place)).collect())
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.given)
     }
 }
 
@@ -202,7 +216,7 @@ impl PlanPositions {
 
 impl FrameSlot for PlanPositions {
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.0.iter().try_for_each(|at| visit.call(&at.given))
+        self.0.iter().try_for_each(|at| at.traverse(visit))
     }
 }
 

@@ -10,6 +10,7 @@
 
 pub mod at;
 pub mod batch;
+pub mod call_tokens;
 pub mod calls;
 mod given;
 pub mod layout;

@@ -9,6 +9,7 @@ use pyo3::types::PyTuple;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::rows::at::{Chosen, Masks, MasksOfTokens};
+use crate::rows::call_tokens::CallTokens;
 use crate::rows::mask::Mask;
 use crate::rows::membership::{MemberCall, Membership};
 use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens};
@@ -74,30 +75,9 @@ impl TokenTracker {
 
 /// Tokens of a call at some positions.
 pub struct TokensAt {
-    positions: TokenPositions,
+    pub tokens: CallTokens,
     /// Their places among the tokens of the member of a batch; None outside of batches.
     pub places: Option<Vec<TokenPlace>>,
-    /// Length of the prompt of each row, or one for all; None if they are not known.
-    prompts: Option<Arc<[i64]>>,
-}
-
-impl TokensAt {
-    /// Returns row and position of each, the id of their sequences, and the lengths of the prompts, for
-    /// Python.
-    pub fn for_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let TokenPositions {
-            rows,
-            values,
-            sequences,
-            ..
-        } = &self.positions;
-        let values: Vec<_> = values.iter().map(|it| it.0).collect();
-        let rows = rows
-            .as_deref()
-            .map_or_else(|| vec![0; values.len()], <[_]>::to_vec);
-        let prompts = self.prompts.as_deref().map(<[_]>::to_vec);
-        (rows, values, *sequences, prompts).into_pyobject(py)
-    }
 }
 
 impl TokenTracker {
@@ -162,12 +142,8 @@ impl TokenTracker {
         if positions.values.is_empty() {
             return Ok(None);
         }
-        let prompts = Self::prompts(slf)?;
-        Ok(Some(TokensAt {
-            positions,
-            places,
-            prompts,
-        }))
+        let tokens = CallTokens::of(&positions, Self::prompts(slf)?);
+        Ok(Some(TokensAt { tokens, places }))
     }
 
     /// Returns the length of the prompt of each row of the running call; None if they are not known.

@@ -436,3 +436,11 @@ pub fn version_if_any(tensor: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
         version(tensor).ok()
     })
 }
+
+/// Makes a tensor of float32 on the host.
+pub fn float_tensor_of(py: Python<'_>, numbers: Vec<f64>) -> PyResult<Bound<'_, PyAny>> {
+    let torch = py.import(intern!(py, "torch"))?;
+    let options = PyDict::new(py);
+    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "float32"))?)?;
+    torch.call_method(intern!(py, "tensor"), (numbers,), Some(&options))
+}

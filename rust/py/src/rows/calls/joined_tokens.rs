@@ -3,8 +3,8 @@
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
+use crate::rows::call_tokens::CallTokens;
 use crate::rows::calls::merging::SharedValue;
 use crate::rows::mask::tensor_of;
 use crate::rows::membership::Membership;
@@ -31,10 +31,8 @@ pub struct TokenPart {
 
 /// Tokens at positions of some parts. All tokens of the parts are counted one part after the other.
 pub struct JoinedTokens<'py> {
-    /// The parts that have some: places among those that were asked for, members, and tokens for Python.
-    pub parts: Vec<(usize, Bound<'py, PyAny>, Bound<'py, PyTuple>)>,
-    /// Number of tokens of each of these parts.
-    lengths: Vec<usize>,
+    /// The parts that have some: places among those that were asked for, members, and tokens.
+    pub parts: Vec<(usize, Bound<'py, PyAny>, CallTokens)>,
     /// Place of each token among all.
     index: Index,
     /// Number of all tokens.
@@ -54,7 +52,6 @@ impl<'py> JoinedTokens<'py> {
         let py = shared.value.py();
         let mut parts = Vec::with_capacity(asked.len());
         let mut places = Vec::with_capacity(asked.len());
-        let mut lengths = Vec::with_capacity(asked.len());
         let (mut all, mut columns) = (0, None);
         for (place, part) in asked.iter().enumerate() {
             let tokens = (shared.tokens)(part.number);
@@ -71,7 +68,6 @@ impl<'py> JoinedTokens<'py> {
                 }
             };
             let count = part.rows * columns.unwrap_or(1);
-            let before = places.len();
             let owner = (shared.owner)(part.number);
             if let Some(at) = part.at {
                 let tracker = TokenTracker::of(py, None, Some(&owner))?;
@@ -82,23 +78,17 @@ impl<'py> JoinedTokens<'py> {
                     Ok(Some(found)) => {
                         let of_part = found.places.iter().flatten();
                         places.extend(of_part.map(|it| all + it.0));
-                        let given = found.for_python(py)?;
-                        parts.push((place, owner, given));
+                        parts.push((place, owner, found.tokens));
                     }
                 }
             } else {
                 places.extend(all..all + count);
-                let given = (vec![0; count], Vec::<i64>::new(), 0, None::<usize>);
-                parts.push((place, owner, given.into_pyobject(py)?));
-            }
-            if places.len() > before {
-                lengths.push(places.len() - before);
+                parts.push((place, owner, CallTokens::unknown(count)));
             }
             all += count;
         }
         Ok(Self {
             parts,
-            lengths,
             index: Index::of(places),
             count: all,
             columns,
@@ -106,26 +96,24 @@ impl<'py> JoinedTokens<'py> {
         })
     }
 
-    /// Returns the errors that Python found for the parts, None for a part without one. `asked`: the
-    /// parts that were asked for.
+    /// Returns errors with the numbers of the parts. `errors`: of each, None for a part without one;
+    /// `asked`: the parts that were asked for.
     pub fn failures(
         &self,
         asked: &[TokenPart],
-        errors: Vec<Option<Bound<'py, PyAny>>>,
+        errors: impl IntoIterator<Item = Option<PyErr>>,
     ) -> impl Iterator<Item = (usize, PyErr)> {
         let pairs = self.parts.iter().zip(errors);
-        pairs.filter_map(|((place, ..), error)| {
-            Some((asked[*place].number, PyErr::from_value(error?)))
-        })
+        pairs.filter_map(|((place, ..), error)| Some((asked[*place].number, error?)))
     }
 
     /// True if a part has only tokens for which `acts` is false.
     pub fn has_idle(&self, acts: &[bool]) -> bool {
         let mut start = 0;
-        self.lengths.iter().any(|length| {
-            let own = &acts[start..start + length];
-            start += length;
-            !own.contains(&true)
+        self.parts.iter().any(|(.., tokens)| {
+            let own = &acts[start..start + tokens.len()];
+            start += tokens.len();
+            !own.is_empty() && !own.contains(&true)
         })
     }
 
