@@ -415,7 +415,7 @@ class Cache:
             num_stale_output_tokens=0,
             ferrohook_plan=self.plan,
         )
-        self.coordinator = SimpleNamespace()
+        self.coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=15)])
         self.shared = 0
         manager = SimpleNamespace(coordinator=self.coordinator, cache_blocks=self._cache)
         self.scheduler = SimpleNamespace(kv_cache_manager=manager, requests={"a": self.request})
@@ -464,3 +464,10 @@ def test_a_step_from_before_a_preemption_shares_no_blocks_of_after_it() -> None:
     cache.request.num_stale_output_tokens = 0
     prefix_cache.share(cache.scheduler, after, ())
     assert cache.shared == 60
+
+
+def test_a_whole_block_is_shared_with_the_step_that_fills_it() -> None:
+    cache = Cache()
+    for tokens, shared in ((14, 0), (1, 15), (1, 15), (14, 30), (31, 61)):
+        prefix_cache.share(cache.scheduler, cache.schedule(tokens), ())
+        assert cache.shared == shared

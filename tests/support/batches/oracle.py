@@ -691,9 +691,8 @@ class Oracle:
         elif gate.over == "window":
             counted = counted[-values.WINDOW :]
         readings = owner.readings.get((name, token.sequence), {})
-        if missing := [each for each in counted if each not in readings]:
-            later = any(each > missing[0] for each in readings)
-            raise GateError("HookError" if later else "UnreadError")
+        if any(each not in readings for each in counted):
+            raise GateError("HookError")  # noqa: EM101 (a name)
         if not counted or (gate.over == "window" and len(counted) < values.WINDOW):
             return None
         read = [readings[each] for each in counted]

@@ -38,6 +38,8 @@ class CachedPlan:
     if it is that itself."""
     checked: int = 0
     """Tokens whose steps have been checked."""
+    shared: int = 0
+    """Tokens of which `share` has shared the whole blocks."""
 
 
 def has_plan(params: Any) -> bool:
@@ -106,6 +108,7 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
     vars(coordinator).setdefault(_WAITING, {})[request.request_id] = plan
     # One that was preempted runs again, from fewer tokens: their steps are checked anew.
     plan.checked = min(plan.checked, int(request.num_computed_tokens))
+    plan.shared = min(plan.shared, plan.checked)
     return min(tokens, plan.checked)
 
 
@@ -126,6 +129,7 @@ def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:
     waiting: dict[str, CachedPlan] = vars(manager.coordinator).get(_WAITING, {})
     if not waiting:
         return
+    sizes = {int(each.block_size) for each in manager.coordinator.single_type_managers}
     cached = scheduled.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -138,7 +142,9 @@ def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:
             # Else it was preempted meanwhile, and its blocks are others.
             if end <= request.num_computed_tokens and not request.num_stale_output_tokens:
                 plan.checked = end
-                manager.cache_blocks(request, min(end, request.num_tokens))
+                before, plan.shared = plan.shared, min(end, request.num_tokens)
+                if any(before // size != plan.shared // size for size in sizes):
+                    manager.cache_blocks(request, plan.shared)
 
 
 def evict(scheduler: Any, failed: Collection[str]) -> None:
