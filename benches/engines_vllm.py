@@ -29,9 +29,16 @@ from benches.engine_rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
+LIMITS = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "max_model_len": 1280,
+    "kv_cache_memory_bytes": 2**29,
+}
+SYSTEM = 1024
+"""Tokens of a system prompt."""
 COMPILED = ("no plans", "all steered in all layers", "the same, to the engine with no plans")
 WRAPPED = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
@@ -41,16 +48,51 @@ def main(rounds: int = ROUNDS, pairs: int = 5) -> None:
     from support.vllm_engine import save_model, start  # noqa: PLC0415 (tests' own)
 
     folder = Path(tempfile.mkdtemp())
-    save_model("llama", folder, **SIZES, **HEADS)
+    save_model("llama", folder, **SIZES, **HEADS, max_position_embeddings=LIMITS["max_model_len"])
     llm = start(folder, **LIMITS)
     print(f"{MODEL}; CPU time / without ferrohook")
     for requests in REQUESTS:
         print_rows(
             requests, rounds, lambda plans: measure(llm, plans), lambda run: without(llm, run)
         )
+    print(f"CPU time to the first tokens behind a prompt of {SYSTEM} that is cached / no plans")
+    print_first_tokens(llm, rounds)
     if pairs:
         print("compiled, by Dynamo without Inductor, to an engine without the operators")
         print_compiled(folder, pairs)
+
+
+def print_first_tokens(llm: Any, rounds: int, requests: int = 16) -> None:
+    """Prints ratios of the time until many requests of one system prompt have a token.
+
+    Raises:
+        RuntimeError: plans for the text change the first token, which the prompt alone tells.
+    """
+    import ferrohook as fh  # noqa: PLC0415
+
+    everywhere = steering(requests)
+    changes = [plan.entries[0] for plan in everywhere]
+    of_texts = [fh.Plan(fh.on(it.what, it.hook, at="generated")) for it in changes]
+    variants = {"steered in their texts": of_texts, "steered everywhere": everywhere}
+    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(1 + rounds):  # the first is a warm-up
+        plain = first_tokens(llm, [None] * requests)
+        for name, plans in variants.items():
+            run = first_tokens(llm, plans)
+            if plans is of_texts and run.texts != plain.texts:
+                msg = "plans for texts change the first token"
+                raise RuntimeError(msg)
+            if number:
+                ratios[name].append(run.seconds / plain.seconds)
+    print_ratios(requests, ratios)
+
+
+def first_tokens(llm: Any, plans: list[Any]) -> Round:
+    """Measures the first tokens of requests of a system prompt that one without a plan has run."""
+    system = [3 + place * 11 % 500 for place in range(SYSTEM)]
+    llm.reset_prefix_cache()
+    measure(llm, [None], system, 1)
+    return measure(llm, plans, system, 1)
 
 
 def print_compiled(folder: Path, pairs: int, rounds: int = 5) -> None:
@@ -106,15 +148,16 @@ def without(llm: Any, run: Callable[[], Round]) -> Round:
         vars(runner).update(taken)
 
 
-def measure(llm: Any, plans: list[Any]) -> Round:
-    """Measures the steps that serve requests with these plans."""
+def measure(llm: Any, plans: list[Any], system: Sequence[int] = (), new_tokens: int = NEW) -> Round:
+    """Measures the steps that serve requests with these plans, behind a system prompt."""
     from ferrohook.engines.vllm import activations  # noqa: PLC0415
     from support.vllm_engine import sampling  # noqa: PLC0415
 
     engine = llm.llm_engine
     for number, (prompt, text) in enumerate(requests_of(plans)):
-        params = sampling(text, NEW, ignore_eos=True)
-        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, params)
+        params = sampling(text, new_tokens, ignore_eos=True)
+        ids = {"prompt_token_ids": [*system, *prompt]}
+        engine.add_request(f"{time.monotonic_ns()}-{number}", ids, params)
     begin = time.process_time()
     finished = []
     while engine.has_unfinished_requests():
@@ -122,7 +165,7 @@ def measure(llm: Any, plans: list[Any]) -> Round:
     spent = time.process_time() - begin
     finished.sort(key=lambda it: int(it.request_id.partition("-")[2].partition("-")[0]))
     for output, plan in zip(finished, plans, strict=True):
-        if len(output.outputs[0].token_ids) != NEW:
+        if len(output.outputs[0].token_ids) != new_tokens:
             msg = f"{output.request_id} was cut short"
             raise RuntimeError(msg)
         if "keep" in repr(plan):
