@@ -1,4 +1,4 @@
-"""The toy engine of docs/engines.md: each answer equals the request's answer when it runs alone."""
+"""The toy engine of docs/new-engine.md: each answer equals the request's answer when it runs alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.faults import NOWHERE, Injector
 if TYPE_CHECKING:
     from torch import Tensor
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "engines.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "new-engine.md"
 WIDTH, NEW = 8, 5
 UNGUARDED = {
     "running",
