@@ -1,0 +1,218 @@
+"""The self-test's proof of modules in vLLM: emulated graphs, and what differs from eager steps."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import json
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines.model import proof
+from ferrohook.engines.model.proof import FORMS
+from ferrohook.engines import vllm
+from ferrohook.engines.vllm import plugin, self_test
+from ferrohook.engines.vllm.calls import call
+from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.rows.site_hooks import IN_PLACE
+from support.engines import Change, Job
+from support.replayed import Replayed
+from support.serving import LAYERS, WIDTH, Answer
+from support.vllm_engine import EOS, serve_at_once, start_compiled, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SITES = ["model.embed_tokens", "model.layers.*", "model.norm"]
+RIGHT = dict.fromkeys(FORMS)
+NAMES = ["model.embed_tokens", *(f"model.layers.{it}" for it in range(LAYERS)), "model.norm"]
+NEW = 6
+PROMPT = [*range(10, 40)]
+ATTENTION = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update")
+"""Operators that vLLM leaves out of piecewise graphs."""
+JOB = Job(
+    PROMPT,
+    (Change(1, fh.Add(torch.linspace(-2, 2, WIDTH)), "generated"),),
+    ("model.layers.2",),
+)
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+class Graphs:
+    """Model of a runner: one graph for each number of rows, recorded at its first step.
+
+    Args:
+        model: the model, whose sites are laid.
+        cuts: names of operators at which the graphs are cut.
+        lost: number of a site whose operator they lack.
+    """
+
+    def __init__(self, model: Any, cuts: tuple[str, ...], lost: int | None = None) -> None:
+        self._model = model
+        self._cuts = cuts
+        self._lost = lost
+        self._graphs: dict[int, Replayed] = {}
+        self.replays = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        from vllm.forward_context import get_forward_context  # noqa: PLC0415
+
+        context = get_forward_context()
+        if context.skip_compiled:
+            return self._model(**inputs)
+        rows = len(inputs["positions"])
+        context.skip_compiled = True  # recorded is the model's own code
+        if rows not in self._graphs:
+            graph = self._graphs[rows] = Replayed(self._model, self._cuts)
+            # In an empty context, which is in no batch, as engines record before they serve.
+            contextvars.Context().run(graph.record, **inputs)
+            if self._lost is not None:
+                graph.lose(IN_PLACE, self._lost)
+        self.replays += 1
+        return self._graphs[rows](**inputs)
+
+
+@pytest.fixture(scope="module")
+def compiled(models: Any) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a GPU, where the mode is PIECEWISE: sites change tensors in place.
+        from ferrohook.engines.vllm.worker import RunnerWorker  # noqa: PLC0415
+
+        patch.setattr(RunnerWorker, "_cut_graphs", lambda _self: True)
+        made = start_compiled(
+            models["llama"][0],
+            additional_config={"ferrohook": {"sites": SITES}},
+            compilation_config={"cudagraph_mode": "NONE"},
+        )
+    yield made
+    stop(made)
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.ferrohook
+
+
+def proved(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core.engine_core
+    return self_test.prove(core, json.loads(call(llm, "describe")[0]))
+
+
+@contextlib.contextmanager
+def replaying(llm: Any, *cuts: str, lost: int | None = None) -> Iterator[Graphs]:
+    """Has the steps of an engine replay graphs; what it admits of them is forgotten."""
+    wrapper = llm.llm_engine.model_executor.driver_worker
+    runner, worker = wrapper.worker.model_runner, wrapper.ferrohook
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = Graphs(runner.model, (*ATTENTION, *cuts), lost)
+        patch.setattr(worker, "served", worker.served)
+        patch.setattr(runner, "model", graphs)
+        patch.setattr(plugin, "_front_ends", weakref.WeakKeyDictionary())
+        yield graphs
+
+
+def check(llm: Any, models: Any, job: Job = JOB) -> None:
+    """Checks that a request is served as transformers serves it."""
+    llm.reset_prefix_cache()
+    (output,) = serve_at_once(llm, {"it": job.plan}, prompt=PROMPT, new_tokens=NEW).values()
+    acts = vllm.activations(llm, output).acts
+    job.check(models["llama"][1], Answer([*output.outputs[0].token_ids], acts), NEW)
+
+
+def test_sites_pass_in_compiled_code(models: Any, compiled: Any) -> None:
+    found = proved(compiled)
+    assert [*found] == NAMES
+    assert all(outcome == RIGHT for outcome in found.values())
+    check(compiled, models)
+
+
+@pytest.mark.v2
+def test_sites_at_which_graphs_are_cut_pass(models: Any, compiled: Any) -> None:
+    with replaying(compiled, IN_PLACE) as graphs:
+        assert proved(compiled) == dict.fromkeys(NAMES, RIGHT)
+        replays = graphs.replays
+        check(compiled, models)
+        assert graphs.replays > replays > 0
+
+
+def test_a_module_is_refused_whose_hook_a_graph_lacks(models: Any, compiled: Any) -> None:
+    with replaying(compiled, IN_PLACE, lost=2):
+        found = proved(compiled)
+        assert found.pop("model.layers.1") == dict.fromkeys(FORMS, "its hook never ran")
+        assert all(outcome == RIGHT for outcome in found.values())
+        front_end = plugin.connect(compiled)
+        told = CAPABILITIES.described(front_end.modules, front_end.options)["modules"]
+        assert told["model.layers.0"]["proof"] == RIGHT
+        assert "self-test" in told["model.layers.1"]["refused"]
+        with pytest.raises(
+            ValueError, match=r"'model\.layers\.1' cannot be hooked: the self-test.*n"
+        ):
+            serve_at_once(compiled, {"it": JOB.plan}, prompt=PROMPT)
+        change = dataclasses.replace(JOB.changes[0], layer=2)
+        check(compiled, models, dataclasses.replace(JOB, changes=(change,)))
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_an_engine_whose_graphs_run_no_hooks_refuses_all_plans(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    with replaying(compiled) as graphs:
+        core = compiled.llm_engine.engine_core.engine_core
+        monkeypatch.delattr(core, self_test._MARK)
+        if control:
+            # Without the comparison the hooks that never run pass.
+            monkeypatch.setattr(proof, "_differs", lambda *_: None)
+            monkeypatch.setattr(proof, "_reaches", lambda *_: None)
+            assert proved(compiled) == dict.fromkeys(NAMES, RIGHT)
+            return
+        monkeypatch.setattr(worker_of(compiled), "refusal", "")
+        self_test.run(core)
+        serve_at_once(compiled, {"it": None}, prompt=PROMPT)
+        assert graphs.replays
+        with pytest.raises(
+            ValueError, match=r"no module serves plans.*compilation.*hook never ran"
+        ):
+            serve_at_once(compiled, {"it": JOB.plan}, prompt=PROMPT)
+
+
+@pytest.mark.v2
+def test_eager_steps_are_the_reference(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a worker that serves the reference by its graphs as well."""
+    monkeypatch.setattr(worker_of(compiled), "eagerly", lambda _is_eager: b"")
+    with (
+        replaying(compiled),
+        pytest.raises(fh.HookError, match="its hook never ran, eagerly too"),
+    ):
+        proved(compiled)
+
+
+def test_the_log_names_the_settings(
+    compiled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("vllm.ferrohook")
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    with caplog.at_level(logging.INFO, "vllm.ferrohook"):
+        proved(compiled)
+    (said,) = [it.message for it in caplog.records if "serve plans" in it.message]
+    assert "with compilation, cudagraph_mode NONE, quantization None, torch.float32" in said
+    assert said.endswith(f"{len(NAMES)} of {len(NAMES)} modules serve plans as they do eagerly")
+    with replaying(compiled, IN_PLACE, lost=2), caplog.at_level(logging.WARNING):
+        proved(compiled)
+    (said,) = [it.message for it in caplog.records if "refused" in it.message]
+    assert "; capture refused at model.layers.1: its hook never ran; steer refused at" in said
