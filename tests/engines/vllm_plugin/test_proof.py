@@ -17,9 +17,9 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import ferrohook as fh
 import support.engines
+from ferrohook.engines import vllm
 from ferrohook.engines.model import proof
 from ferrohook.engines.model.proof import FORMS
-from ferrohook.engines import vllm
 from ferrohook.engines.vllm import plugin, self_test
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.supported import CAPABILITIES
