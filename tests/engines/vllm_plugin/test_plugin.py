@@ -292,6 +292,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "digest": str(hash(plan)),
             "key": f"key of {name}",
             "first": None,
+            "every_rank": False,
             "streams": False,
             "prefix": {"changed": 0, "read": 0, "salt": "salt"},
         }
