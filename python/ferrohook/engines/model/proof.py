@@ -97,7 +97,7 @@ class _Point:
         return {} if self.index is None else {"output_index": self.index}
 
 
-class _Known(NamedTuple):
+class _EagerRows(NamedTuple):
     """Rows of a module in an eager, unchanged request."""
 
     plain: Tensor
@@ -140,7 +140,9 @@ class Proof:
         self._points = _points(modules)
         self.length = min(most, _MOST_MODULES + 2, len(self._points) + 2)
         """Tokens of the prompt: one for each module, and two before them."""
-        self._known: dict[_Point, _Known] = {}
+        self._known: dict[_Point, _EagerRows] = {}
+        self._rounding = 0.0
+        """Distance of the last module's rows in unchanged requests, eagerly and not."""
         self._splits = 0
 
     def outcomes(self, serve: Serve) -> dict[str, dict[str, str | None]]:
@@ -220,11 +222,27 @@ class Proof:
         found = rows.get(f"{_END}:{self._points[-1].name}")
         return None if found is None else _flat(found)[point.position - group[-1].position]
 
-    def note(self, point: _Point, known: _Known) -> None:
+    def note_rounding(self, got: Tensor, right: Tensor) -> None:
+        """Notes rows of the last module in an unchanged request; see `reaches`."""
+        off = (got - right).norm()
+        if off <= _FAR * right.norm():
+            self._rounding = max(self._rounding, off.item())
+
+    def reaches(self, got: Tensor, right: Tensor, plain: Tensor) -> str | None:
+        """Returns why a change of a module does not reach the end of the model; None if it does.
+
+        Args:
+            got: row of the last module.
+            right: the same, served eagerly.
+            plain: the same, without the change.
+        """
+        return _reaches(got, right, plain, self._rounding)
+
+    def note(self, point: _Point, known: _EagerRows) -> None:
         """Notes the rows of a module in an unchanged request."""
         self._known[point] = known
 
-    def known(self, point: _Point) -> _Known:
+    def known(self, point: _Point) -> _EagerRows:
         """Returns what `note` noted."""
         return self._known[point]
 
@@ -263,9 +281,12 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
         if rows is None or end is None:
             found[point] = {"capture": f"{_SILENT}, eagerly too"}
             continue
-        known = _Known(_flat(rows), end, rows.dtype)
+        known = _EagerRows(_flat(rows), end, rows.dtype)
         if rows.dtype.is_floating_point:
             proof.note(point, known)
+        for rows in own.ranks:
+            if (reached := proof.end(rows, point, group)) is not None:
+                proof.note_rounding(reached, end)
         reasons = [_differs(it.get(point.name), known.plain) for it in own.ranks]
         new = f"{_NEW}:{point.name}"
         if same and new in eager.ranks[0]:
@@ -299,7 +320,7 @@ def _changes(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, st
                 positions.append(_with(of, _differs(before, right[:1], right[1:])))
                 reached = proof.end(rows, point, group)
                 if steer[-1] is None and reached is not None and served is own:
-                    steer.append(_reaches(reached, end, known.end))
+                    steer.append(proof.reaches(reached, end, known.end))
         found[point] = {"steer": _first(steer), "positions": _first(positions)}
     return found
 
@@ -386,17 +407,12 @@ def _differs(got: Tensor | None, right: Tensor, wrong: Tensor | None = None) -> 
     return f"a row differs by {(own / length).max().item():.2g} of its length"
 
 
-def _reaches(got: Tensor, right: Tensor, plain: Tensor) -> str | None:
-    """Returns how far a change of a module does not reach the end of the model.
-
-    Args:
-        got: row of the last module.
-        right: the same, served eagerly.
-        plain: the same, without the change.
-    """
+def _reaches(got: Tensor, right: Tensor, plain: Tensor, rounding: float) -> str | None:
+    """Returns how far a row is off the right one; see `Proof.reaches`."""
     effect = (right - plain).norm()
     off = (got - right).norm()
-    if off <= torch.maximum(_FAR * effect, _NOISE * right.norm()):
+    # Another choice of experts, say, is no error of a plan.
+    if off <= max(_FAR * effect.item(), _NOISE * right.norm().item(), 2 * rounding):
         return None
     return f"the model's last row is off by {(off / effect).item():.2g} of the change's effect"
 
