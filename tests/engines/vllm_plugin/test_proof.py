@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
@@ -23,9 +24,9 @@ from ferrohook.engines.model.proof import FORMS
 from ferrohook.engines.vllm import plugin, self_test
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.supported import CAPABILITIES
-from ferrohook.rows.site_hooks import IN_PLACE
+from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 from support.engines import Change, Job
-from support.replayed import Replayed
+from support.replayed import Operation, Recorder, Replayed
 from support.serving import LAYERS, WIDTH, Answer
 from support.vllm_engine import EOS, serve_at_once, start_compiled, stop
 
@@ -216,3 +217,87 @@ def test_the_log_names_the_settings(
         proved(compiled)
     (said,) = [it.message for it in caplog.records if "refused" in it.message]
     assert "; capture refused at model.layers.1: its hook never ran; steer refused at" in said
+
+
+class Block(nn.Module):
+    """Stream of a hidden state and a residual, as vLLM's layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = hidden + residual
+        return self.mlp(residual).tanh(), residual
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, residual = x, torch.zeros_like(x)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return hidden + residual
+
+
+class Piece(nn.Module):
+    """Piece of vLLM's split graph: recorded at its first call, and replayed on those addresses."""
+
+    def __init__(self, graph: Any) -> None:
+        super().__init__()
+        self._graph = graph
+        self._operations: list[Operation] = []
+        self._output: Any = None
+
+    def forward(self, *args: Any) -> Any:
+        for operation in self._operations:
+            operation.replay()
+        if not self._operations:
+            with Recorder(()) as recorder:
+                self._output = self._graph(*args)
+            self._operations = recorder.operations
+        return self._output
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_vllm_cuts_its_graph_at_the_sites(in_place: bool) -> None:
+    """Replayed pieces give what eager calls do; control: sites that return new memory do not."""
+    from vllm.compilation.backends import split_graph  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = Blocks()
+    parts = {f"layers.{it}": "sum" for it in range(3)}
+    pieces: list[bool] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        split, found = split_graph(graph, [IN_PLACE if in_place else "ferrohook::run"])
+        for each in found:
+            pieces.append(each.is_splitting_graph)
+            if not each.is_splitting_graph:
+                setattr(split, each.submod_name, Piece(each.graph))
+        return split
+
+    static = torch.randn(5, WIDTH)
+    vector = torch.linspace(-2, 2, WIDTH)
+    change = fh.on("layers.1", fh.Add(vector, output_index="sum"), at=2)
+    plan = fh.Plan(change, *(fh.keep(name, output_index="sum") for name in parts))
+    with torch.no_grad(), HookSites(model, parts, in_place=in_place).opened():
+        compiled_model = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        compiled_model(static)
+        assert sum(pieces) == len(parts)
+        answers = []
+        for call in (model, compiled_model):
+            static.copy_(torch.linspace(-1, 1, static.numel()).reshape(static.shape))
+            with plan.prepare(model) as prepared:
+                request = prepared.open()
+                with fh.batch({request: slice(0, 5)}, positions=torch.arange(5)):
+                    output = call(static).clone()
+                answers.append([output, *(request.acts[name] for name in parts)])
+    eager, replayed = answers
+    same = [
+        torch.allclose(one, other, atol=1e-6) for one, other in zip(eager, replayed, strict=True)
+    ]
+    assert all(same) is in_place
