@@ -186,6 +186,22 @@ def test_wrong_rows_are_refused_at_their_module(model: Model, spoil: Any) -> Non
     assert found == dict.fromkeys([it for it in SITES if it != "layers.1"], RIGHT)
 
 
+def test_changes_are_refused_whose_effect_is_unknown(model: Model) -> None:
+    def without_the_end(acts: dict[str, Tensor], _rank: int) -> None:
+        for name in [it for it in acts if it.endswith("norm")]:
+            del acts[name]
+
+    with HookSites(model, dict.fromkeys(SITES), in_place=True).opened():
+        engine = at_sites(Engine(model, cuts=(IN_PLACE,)))
+        engine.spoil = without_the_end
+        found = engine.outcomes()
+    assert found.pop("norm") == dict.fromkeys(FORMS, "its hook never ran")
+    for outcome in found.values():
+        reason = outcome.pop("steer")
+        assert reason == "its effect is unknown, because the hook of 'norm' never ran"
+        assert not any(outcome.values())
+
+
 def test_rounding_is_admitted(model: Model) -> None:
     def rounded(acts: dict[str, Tensor], _rank: int) -> None:
         for name, rows in acts.items():
@@ -227,7 +243,7 @@ def test_without_the_comparison_all_of_it_is_admitted(
 ) -> None:
     """Control: nothing but the comparison refuses what is wrong."""
     monkeypatch.setattr(proof, "_differs", lambda *_: None)
-    monkeypatch.setattr(proof, "_reaches", lambda *_: None)
+    monkeypatch.setattr(Proof, "reaches", lambda *_: None)
     if setting == "python":
         assert {*map(str, Engine(model).outcomes().values())} == {str(RIGHT)}
         return

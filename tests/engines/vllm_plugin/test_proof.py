@@ -20,7 +20,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from ferrohook.engines.model import proof
-from ferrohook.engines.model.proof import FORMS
+from ferrohook.engines.model.proof import FORMS, Proof
 from ferrohook.engines.vllm import plugin, self_test
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.supported import CAPABILITIES
@@ -178,7 +178,7 @@ def test_an_engine_whose_graphs_run_no_hooks_refuses_all_plans(
         if control:
             # Without the comparison the hooks that never run pass.
             monkeypatch.setattr(proof, "_differs", lambda *_: None)
-            monkeypatch.setattr(proof, "_reaches", lambda *_: None)
+            monkeypatch.setattr(Proof, "reaches", lambda *_: None)
             assert proved(compiled) == dict.fromkeys(NAMES, RIGHT)
             return
         monkeypatch.setattr(worker_of(compiled), "refusal", "")

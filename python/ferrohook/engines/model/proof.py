@@ -156,7 +156,7 @@ class Proof:
         for group in self._groups():
             own: dict[_Point, dict[str, str | None]] = {point: {} for point in group}
             for form in (_captures, _changes, _gates):
-                # A module whose rows are unknown cannot be changed and checked.
+                # Unknown rows, and ints such as ids, are not changed: their capture decides.
                 able = [it for it in group if form is _captures or it in self._known]
                 for point, outcome in self._tried(form, able).items():
                     own[point] |= outcome
@@ -228,14 +228,16 @@ class Proof:
         if off <= _FAR * right.norm():
             self._rounding = max(self._rounding, off.item())
 
-    def reaches(self, got: Tensor, right: Tensor, plain: Tensor) -> str | None:
+    def reaches(self, got: Tensor | None, right: Tensor, plain: Tensor) -> str | None:
         """Returns why a change of a module does not reach the end of the model; None if it does.
 
         Args:
-            got: row of the last module.
+            got: row of the last module; None if its hook did not run.
             right: the same, served eagerly.
             plain: the same, without the change.
         """
+        if got is None:
+            return f"its effect is unknown, because the hook of {self._points[-1].name!r} never ran"
         return _reaches(got, right, plain, self._rounding)
 
     def note(self, point: _Point, known: _EagerRows) -> None:
@@ -319,7 +321,7 @@ def _changes(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, st
                 steer.append(_with(of, _differs(here, right[1:], wrong)))
                 positions.append(_with(of, _differs(before, right[:1], right[1:])))
                 reached = proof.end(rows, point, group)
-                if steer[-1] is None and reached is not None and served is own:
+                if steer[-1] is None and served is own:
                     steer.append(proof.reaches(reached, end, known.end))
         found[point] = {"steer": _first(steer), "positions": _first(positions)}
     return found
