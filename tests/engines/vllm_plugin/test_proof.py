@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +29,11 @@ from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 from support.engines import Change, Job
 from support.replayed import Operation, Recorder, Replayed
 from support.serving import LAYERS, WIDTH, Answer
-from support.vllm_engine import EOS, serve_at_once, start_compiled, stop
+from support.vllm_engine import EOS, save_model, serve_at_once, start, start_compiled, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SITES = ["model.embed_tokens", "model.layers.*", "model.norm"]
 RIGHT = dict.fromkeys(FORMS)
@@ -301,3 +303,77 @@ def test_vllm_cuts_its_graph_at_the_sites(in_place: bool) -> None:
         torch.allclose(one, other, atol=1e-6) for one, other in zip(eager, replayed, strict=True)
     ]
     assert all(same) is in_place
+
+
+def quantise(folder: Path) -> None:
+    """Replaces the projections of a saved model by int8, with a scale for each row."""
+    (file,) = folder.glob("*.safetensors")
+    weights = safetensors.torch.load_file(file)
+    for name in [it for it in weights if it.endswith("proj.weight")]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights[name] = (weights[name] / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("int8")
+    save_model("llama", folder)
+    quantise(folder)
+    made = start(folder, dtype="bfloat16")
+    yield made
+    stop(made)
+
+
+def test_quantised_weights_pass(quantised: Any) -> None:
+    assert quantised.llm_engine.vllm_config.model_config.quantization == "compressed-tensors"
+    found = proved(quantised)
+    assert len(found) > 10 * LAYERS
+    assert all(outcome == RIGHT for outcome in found.values())
+    place, vector = "model.layers.1.mlp.down_proj", torch.linspace(-2, 2, WIDTH)
+    plans = {
+        "plain": fh.Plan(fh.keep(place)),
+        "steered": fh.Plan(fh.on(place, fh.Add(vector), at=3), fh.keep(place)),
+    }
+    outputs = serve_at_once(quantised, plans, prompt=PROMPT, new_tokens=1)
+    plain, steered = (vllm.activations(quantised, outputs[it]).acts[place] for it in plans)
+    expected = plain.clone()
+    expected[3] += vector.to(plain.dtype)
+    torch.testing.assert_close(steered, expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_kernel_that_skips_a_module_is_found(
+    quantised: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By calling what computes it, but for as many rows as the model was observed with."""
+    wrapper = quantised.llm_engine.model_executor.driver_worker
+    mlp = wrapper.worker.model_runner.get_model().get_submodule("model.layers.1.mlp")
+    down = mlp.down_proj
+
+    def fused(x: Tensor) -> Tensor:
+        activated = mlp.act_fn(mlp.gate_up_proj(x)[0])
+        output: Tensor = down.quant_method.apply(down, activated)
+        return output
+
+    monkeypatch.setattr(mlp, "forward", fused)
+    monkeypatch.setattr(wrapper.ferrohook, "served", wrapper.ferrohook.served)
+    found = proved(quantised)
+    wrong = found.pop("model.layers.1.mlp.down_proj")
+    assert wrong == dict.fromkeys(FORMS, "its hook never ran, eagerly too")
+    assert all(outcome == RIGHT for outcome in found.values())
