@@ -40,7 +40,7 @@ _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
 """Its handlers show information too."""
 _MARK: Final = "_ferrohook_tested"
 _MOST_STEPS: Final = 1_000
-_MOST_LOGGED: Final = 8
+_MOST_LOGGED: Final = 4
 """Refused modules that the log names."""
 _NEW: Final = 2
 """New tokens of a request of the proof."""
@@ -88,7 +88,7 @@ def prove(core: Any, described: Mapping[str, Any]) -> Mapping[str, Mapping[str, 
         the outcomes, by module and form of plan.
 
     Raises:
-        HookError: no module serves any plan.
+        HookError: no module can be captured and changed at positions.
     """
     engine = _Engine(core, described)
     proof = Proof(engine.modules, engine.max_length - _NEW, VllmOptions().capture_bytes)
@@ -97,25 +97,36 @@ def prove(core: Any, described: Mapping[str, Any]) -> Mapping[str, Mapping[str, 
     finally:
         engine.forget()
     refused = {name: each for name, each in outcomes.items() if any(each.values())}
-    if refused and all(all(each.values()) for each in outcomes.values()):
-        name, outcome = next(iter(refused.items()))
-        msg = f"no module serves plans in an engine with {settings(core.vllm_config)}: {name!r}, "
-        raise HookError(msg + str(next(iter(outcome.values()))))
+    if outcomes and _sites(engine.modules.proved(outcomes)) is None:
+        named, told = next(iter(refused.items()))
+        msg = (
+            f"no module can be captured and changed at positions in an engine with "
+            f"{settings(core.vllm_config)}; {_told(named, told)}"
+        )
+        raise HookError(msg)
     call(core, "prove", json.dumps(outcomes))
     log = _LOG.warning if refused else _VLLM_LOG.info
+    shown = [_told(*each) for each in [*refused.items()][:_MOST_LOGGED]]
+    if len(refused) > _MOST_LOGGED:
+        shown.append(f"and {len(refused) - _MOST_LOGGED} more, see the capabilities of the engine")
     log(
         "ferrohook: with %s, %d of %d modules serve plans as they do eagerly%s",
         settings(core.vllm_config),
         len(outcomes) - len(refused),
         len(outcomes),
-        "".join(
-            f"; {form} refused at {name}: {reason}"
-            for name, each in [*refused.items()][:_MOST_LOGGED]
-            for form, reason in each.items()
-            if reason is not None
-        ),
+        "".join(f"; {each}" for each in shown),
     )
     return outcomes
+
+
+def _told(name: str, outcome: Mapping[str, str | None]) -> str:
+    """Returns the forms of plan that are refused at a module, with the reasons."""
+    forms: dict[str, list[str]] = {}
+    for form, reason in outcome.items():
+        if reason is not None:
+            forms.setdefault(reason, []).append(form)
+    reasons = (f"{', '.join(each)} ({reason})" for reason, each in forms.items())
+    return f"refused at {name!r}: {', '.join(reasons)}"
 
 
 def settings(config: Any) -> str:
@@ -159,14 +170,13 @@ def check(core: Any, described: Mapping[str, Any]) -> None:
 
 
 def _sites(modules: ModuleTable) -> tuple[str, str] | None:
-    """Returns an early and a late module of the model; None if none can be hooked."""
+    """Returns an early and a late module; None if none can be captured and changed at positions."""
     usable = {
         name: info
         for name, info in modules.table.items()
         if name
         and info.refused is None
         and info.kind != "other"
-        # The known requests capture and steer at positions.
         and not any((info.proof or {}).get(form) for form in ("capture", "steer", "positions"))
     }
     streams = [name for name, info in usable.items() if info.kind == "stream"]
