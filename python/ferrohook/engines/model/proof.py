@@ -286,8 +286,8 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
         known = _EagerRows(_flat(rows), end, rows.dtype)
         if rows.dtype.is_floating_point:
             proof.note(point, known)
-        for rows in own.ranks:
-            if (reached := proof.end(rows, point, group)) is not None:
+        for taken in own.ranks:
+            if (reached := proof.end(taken, point, group)) is not None:
                 proof.note_rounding(reached, end)
         reasons = [_differs(it.get(point.name), known.plain) for it in own.ranks]
         new = f"{_NEW}:{point.name}"
