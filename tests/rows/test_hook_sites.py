@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.errors import HookTypeError, RowsError
-from ferrohook.rows.site_hooks import HookSites
+from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 from support.amounts import amount
 from support.compiling import compiled
+from support.replayed import Replayed
 from support.threads import LIMIT, in_threads
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def model() -> Model:
     return Model().double().requires_grad_(False)
 
 
-def laid(own: Model) -> HookSites:
+def laid(own: Model, *, in_place: bool = False) -> HookSites:
     inside = {named(name): part for name, part in PARTS.items() if name not in SPLIT}
-    return HookSites(own, inside, outside=[*SPLIT]).opened()
+    return HookSites(own, inside, outside=[*SPLIT], in_place=in_place).opened()
 
 
 class Drawing:
@@ -243,8 +244,9 @@ def test_calls_with_sites_are_calls_without(part: int) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_graph_serves_what_eager_calls_do(backend: str) -> None:
+def test_a_graph_serves_what_eager_calls_do(backend: str, in_place: bool) -> None:
     plain, own = model(), model()
     graphs: list[Any] = []
 
@@ -252,12 +254,39 @@ def test_a_graph_serves_what_eager_calls_do(backend: str) -> None:
         graphs.append(graph)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    with laid(own):
+    with laid(own, in_place=in_place):
         own.call = torch.compile(own.body, fullgraph=True, backend=counting)
         for seed in range(amount(60, whole=600)):
             tolerance = 0.0 if backend == "eager" else 1e-6
             assert_same(ran(own, seed), ran(plain, seed), tolerance)
     assert len(graphs) == 1
+
+
+def replaying(own: Model, cut: str) -> None:
+    """Has the body replay a graph that is cut at an operator of its sites."""
+    graph = Replayed(own.body.forward, [cut])
+    with torch.no_grad():
+        graph.record(x=torch.zeros(ROWS, WIDTH, dtype=torch.float64))
+    own.call = lambda x: graph(x=x)
+
+
+def test_a_graph_that_is_cut_at_sites_is_replayed() -> None:
+    plain, own = model(), model()
+    with laid(own, in_place=True):
+        replaying(own, IN_PLACE)
+        for seed in range(amount(60, whole=600)):
+            assert_same(ran(own, seed), ran(plain, seed))
+
+
+def test_a_replayed_graph_does_not_read_new_memory() -> None:
+    """Control: sites that return a tensor instead of changing one."""
+    plain, own = model(), model()
+    with laid(own):
+        replaying(own, "ferrohook::run")
+        found = [it for seed in range(20) for it in ran(own, seed)]
+    right = [it for seed in range(20) for it in ran(plain, seed)]
+    with pytest.raises(AssertionError):
+        assert_same(found, right)
 
 
 @compiled

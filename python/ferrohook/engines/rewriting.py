@@ -85,7 +85,10 @@ def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
     names: set[str] = set()
     for number, entry in enumerate(plan.entries):
         try:
-            entries += [_tokens_first(each, modules) for each in _rewritten(entry, modules)]
+            moved = [_tokens_first(each, modules) for each in _rewritten(entry, modules)]
+            if (reason := next(filter(None, map(modules.unproved, moved)), None)) is not None:
+                raise ValueError(reason)  # noqa: TRY301 (the entry's number is added)
+            entries += moved
             if isinstance(entry, KeepEntry):
                 kept = {*map(entry.name_of, modules.kept(entry))}
                 _check_names(names & kept)

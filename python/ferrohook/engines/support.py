@@ -73,7 +73,7 @@ class Capabilities:
             "refused": {**self.refused},
             "capture_bytes": options.capture_bytes,
             "modules": {
-                name: {"width": info.width, "refused": info.refused}
+                name: {"width": info.width, "refused": info.refused, "proof": info.proof}
                 for name, info in modules.table.items()
             },
             "quantities": modules.named.described(),

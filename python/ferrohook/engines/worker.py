@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook.engines.model.modules import CaptureEntry, ModuleTable
+    from ferrohook.engines.model.modules import CaptureEntry, ModuleTable, Outcomes
     from ferrohook.engines.support import Capabilities
     from ferrohook.engines.wire import Upload
     from ferrohook.gates.state import Stopped
@@ -109,6 +109,11 @@ class EngineWorker:
         self._dim, self._other_dims = modules.dim, modules.other_dims(model)
         plans = EnginePlans(model, dim=modules.dim, size=_MOST_PLANS)
         self.served = ServedModel(modules, plans)
+
+    def admit_proved(self, outcomes: Outcomes) -> None:
+        """Serves from now on only what a self-test found to be right, see `ModuleTable.proved`."""
+        if self.served is not None:
+            self.served = self.served._replace(modules=self.served.modules.proved(outcomes))
 
     def refuse(self, reason: str) -> None:
         """Serves no plans from now on, for a reason."""
@@ -424,7 +429,7 @@ class EngineWorker:
     # --- captures ----------------------------------------------------------------------------
 
     def captured(
-        self, request: EngineRequest, tokens: int, *, since: int = 0
+        self, request: EngineRequest, tokens: int, *, since: int = 0, whole: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         """Returns the captures of a request and the positions of their rows, by name.
 
@@ -433,6 +438,7 @@ class EngineWorker:
             tokens: tokens of prompt and answer. Rows from the last one on are cut off: an
                 engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
+            whole: raise if rows are missing, instead of leaving out their value.
 
         Raises:
             HookError: rows are missing.
@@ -452,6 +458,8 @@ class EngineWorker:
                         failed = request.parent.failure
                     if failed is not None:
                         raise HookError(reason_of(failed))
+                    if not whole:
+                        continue
                     msg = f"{name!r} never ran for positions {spans_of(missing)}"
                     raise MissingRowsError(msg)
                 if expected:
@@ -464,7 +472,13 @@ class EngineWorker:
         return acts, positions
 
     def packed_captures(
-        self, request: EngineRequest, tokens: int, *, since: int = 0, partial: bool = False
+        self,
+        request: EngineRequest,
+        tokens: int,
+        *,
+        since: int = 0,
+        partial: bool = False,
+        whole: bool = True,
     ) -> bytes:
         """Packs what `captured` returns, or why rows are missing.
 
@@ -473,9 +487,10 @@ class EngineWorker:
             tokens: tokens of prompt and answer.
             since: first position that is wanted.
             partial: pack none, instead of the reason, until all ran.
+            whole: see `captured`.
         """
         try:
-            return packed(*self.captured(request, tokens, since=since))
+            return packed(*self.captured(request, tokens, since=since, whole=whole))
         except MissingRowsError as error:
             return packed({}, {}, error=None if partial else str(error))
         except HookError as error:

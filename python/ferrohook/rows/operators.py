@@ -1,8 +1,11 @@
-"""The operators of sites, for compiled or replayed graphs: `steer`, `change`, `tap` and `run`.
+"""The operators of sites, for compiled or replayed graphs.
+
+`steer`, `change`, `tap`, `run` and `run_in_place`.
 
 The first three read tables of which only the contents change between calls. On the CPU, where their
 kernels run in each call, these ask the site, and a call that it does not serve passes through.
-`run` has no tables: it runs the hooks of the calling context's batch.
+`run` has no tables: it runs the hooks of the calling context's batch. So does `run_in_place`, for
+graphs that are cut there: what is replayed behind it reads the memory of what was replayed before.
 """
 
 from __future__ import annotations
@@ -206,6 +209,13 @@ def _run(x: Tensor, residual: Tensor | None, key: Tensor, _order: Tensor) -> Ten
     return x.clone() if changed is None else changed
 
 
+def _run_in_place(x: Tensor, residual: Tensor | None, key: Tensor, _order: Tensor) -> None:
+    site = _SITES.get(key.data_ptr())
+    changed: Tensor | None = None if site is None else site.run(x, residual)
+    if changed is not None:
+        x.copy_(changed)
+
+
 def _run_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None  # outside of batches, which such sites serve without gradients
 
@@ -229,6 +239,12 @@ def _define(library: torch.library.Library) -> None:
         "run(Tensor x, Tensor? residual, Tensor key, Tensor order) -> Tensor",
         tags=(torch.Tag.cudagraph_unsafe,),
     )
+    library.define(
+        "run_in_place(Tensor(a!) x, Tensor? residual, Tensor key, Tensor(b!) order) -> ()",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    library.impl("run_in_place", _run_in_place, "CompositeExplicitAutograd")
+    torch.library.register_fake("ferrohook::run_in_place", _ran, lib=library)
     # Hooks see values in the order of the model. A graph keeps it, as each `run` reads what the
     # `ran` before it is said to write, and drops none of them.
     library.define(
@@ -281,6 +297,7 @@ def define() -> None:
     tables is `used`; `tap(x, kept, calls,
     places, dim)` copies rows of `x` to their places and counts the call. On the CPU the site has
     the index and the count. `run(x, residual, key, order)` returns `x` after the hooks of the batch
-    at the site of the key, and `ran(x, order)` keeps the next `run` after it.
+    at the site of the key, and `ran(x, order)` keeps the next `run` after it. `run_in_place(x,
+    residual, key, order)` changes `x` instead.
     """
     _DEFINITION.complete()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
 
+IN_PLACE: Final = "ferrohook::run_in_place"
+"""Operator at which a graph is cut, as `CompilationConfig.splitting_ops` of vLLM has it."""
 _AFTER: Final = "sites run after modules: they have no inputs"
 BACK_END: Final = BackEnd(
     CHANGES
@@ -80,9 +82,24 @@ class HookSites(Sites):
     """Sites without tables, see `sites`."""
 
     def __init__(
-        self, model: nn.Module, parts: Mapping[str, Any], outside: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        parts: Mapping[str, Any],
+        outside: Sequence[str] = (),
+        *,
+        in_place: bool = False,
     ) -> None:
+        """Makes them, see `Sites`.
+
+        Args:
+            model: the model.
+            parts: the `output_index` of each site, by the path of its module.
+            outside: paths of modules outside of the graph.
+            in_place: lay `IN_PLACE`, for a graph that is cut there, replayed and not compiled with
+                gradients.
+        """
         super().__init__(model, parts, outside)
+        self._in_place = in_place
         self._keys, self._order = torch.zeros(len(parts), 1), torch.zeros(1)
         self._points = [
             _HookSite(self, model.get_submodule(name), part) for name, part in parts.items()
@@ -94,11 +111,16 @@ class HookSites(Sites):
         operators.assign(key, point)
         part, beside = point.part, point.beside
         run, ran, order = torch.ops.ferrohook.run, torch.ops.ferrohook.ran, self._order
+        run_in_place, in_place = torch.ops.ferrohook.run_in_place, self._in_place
 
         def hook(_module: nn.Module, _args: object, output: Any) -> Any:
             residual = None if beside is None else part_of(output, beside)
 
             def changed(x: Tensor) -> Tensor:
+                if in_place:
+                    x = x.clone()
+                    run_in_place(x, residual, key, order)
+                    return x
                 x = cast("Tensor", run(x, residual, key, order))
                 ran(x.detach(), order)
                 return x

@@ -42,7 +42,6 @@ def drafts(method: str, *, adaptive: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
-        ({"tensor_parallel_size": 2, "device_type": "cuda"}, "tensor parallelism on GPUs"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of experts"),
         ({"local_engines_only": True}, "hybrid data parallelism"),
@@ -60,7 +59,8 @@ def drafts(method: str, *, adaptive: bool = False) -> Any:
         ({"enable_sleep_mode": True}, "sleep mode"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"mode": 3}, "compilation without sites"),
-        ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
+        ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "full CUDA graphs"),
+        ({"cudagraph_mode": types.SimpleNamespace(name="PIECEWISE")}, "full CUDA graphs"),
     ],
 )
 def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: str) -> None:
@@ -68,6 +68,16 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
     found = supported.refusals(config(**changes))
     assert found == {feature: supported.CAPABILITIES.refused[feature]}
     assert f"it uses {feature} (" in supported.CAPABILITIES.explain(found)
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [("NONE", []), ("PIECEWISE", []), ("FULL_AND_PIECEWISE", ["full CUDA graphs"])],
+)
+def test_the_self_test_decides_on_other_settings(mode: str, refused: list[str]) -> None:
+    graphs = types.SimpleNamespace(name=mode)
+    found = config(mode=3, cudagraph_mode=graphs, tensor_parallel_size=2, device_type="cuda")
+    assert [*supported.refusals(found, has_sites=True)] == refused
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle"])
@@ -282,6 +292,7 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
             "digest": str(hash(plan)),
             "key": f"key of {name}",
             "first": None,
+            "every_rank": False,
             "streams": False,
             "prefix": {"changed": 0, "read": 0, "salt": "salt"},
         }

@@ -15,10 +15,13 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from ferrohook.engines.model.modules import ModuleTable
+from ferrohook.engines.vllm import self_test
 from ferrohook.engines.vllm.calls import call
 from support.engines import Change, Job
 from support.vllm_engine import (
     EOS,
+    LAYERS,
     WIDTH,
     Answer,
     random_jobs,
@@ -154,3 +157,58 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
     check(model, STEERED, later)
     served(engine, {"last": None})
     assert [each["requests"] for each in states(engine)] == [0, 0]
+
+
+def proved(engine: Any) -> Any:
+    """Runs the proof in the process of the engine's core."""
+    core = engine.llm_engine.engine_core.engine_core
+    return self_test.prove(core, json.loads(call(engine, "describe")[0]))
+
+
+def test_all_ranks_pass_the_self_test(engine: Any) -> None:
+    found = proved(engine)
+    assert len(found) > LAYERS
+    assert all(not any(outcome.values()) for outcome in found.values())
+    assert [each["results"] for each in states(engine)] == [0, 0]
+
+
+def spoil_rows(wrapper: Any, *, only: int, name: str) -> None:
+    """Has one rank answer with the rows of a module moved by one position."""
+    worker = wrapper.ferrohook
+    if wrapper.rpc_rank != only:
+        return
+    captured = worker.captured
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        acts, positions = captured(*args, **kwargs)
+        if not worker.is_eager and name in acts:
+            acts[name] = acts[name].roll(1, 0)
+        return acts, positions
+
+    worker.captured = moved
+
+
+def keep_table(wrapper: Any) -> None:
+    wrapper.kept = wrapper.ferrohook.served
+
+
+def restore(wrapper: Any) -> None:
+    vars(wrapper.ferrohook).pop("captured", None)
+    wrapper.ferrohook.served = wrapper.kept
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_module_is_refused_that_is_wrong_on_one_rank(engine: Any, rank: int) -> None:
+    engine.collective_rpc(keep_table)
+    engine.collective_rpc(spoil_rows, kwargs={"only": rank, "name": "model.layers.1"})
+    try:
+        found = proved(engine)
+        assert "differs by" in str(found.pop("model.layers.1")["capture"])
+        assert all(not any(outcome.values()) for outcome in found.values())
+        described = [json.loads(each) for each in call(engine, "describe")]
+        for each in described:
+            modules = ModuleTable.from_json(each["modules"])
+            assert modules.table["model.layers.1"].refused is not None
+            assert modules.table["model.layers.2"].refused is None
+    finally:
+        engine.collective_rpc(restore)

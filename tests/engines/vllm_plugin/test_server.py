@@ -19,6 +19,7 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
+from ferrohook.engines.model.proof import FORMS
 from ferrohook.engines.wire import FIELD, GATES, HEADER, Captured, error_of, unpacked
 from ferrohook.gates.streaming import numbers_of
 from support.engine_scenes import check_fuzzed, spoilt_plans
@@ -338,6 +339,7 @@ def test_vectors_are_uploaded_once(models: Any, client: httpx.Client) -> None:
 def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) -> None:
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
+    assert found["modules"]["model.layers.1"]["proof"] == dict.fromkeys(FORMS)
     assert "never runs" in found["modules"]["lm_head"]["refused"]
     stream = found["quantities"]["@resid_post.1"]
     assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"

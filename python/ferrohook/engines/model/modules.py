@@ -20,6 +20,7 @@ from ferrohook.names.select import select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
+from ferrohook.plans.needs import GATES
 from ferrohook.quantity import Quantities
 from ferrohook.quantity.resolving import matching
 
@@ -34,6 +35,9 @@ Tokens: TypeAlias = tuple[int, int]
 """Width and bytes per token of a tensor."""
 Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 """Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
+
+Outcomes: TypeAlias = "Mapping[str, Mapping[str, str | None]]"
+"""Why a form of plan is refused, by module and form; None where the self-test found it right."""
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
@@ -72,6 +76,8 @@ class ModuleInfo:
     start: int = 0
     """When its call starts in the observed forward, counted in starts and ends of calls."""
     end: int = 0
+    proof: Mapping[str, str | None] | None = None
+    """Why a form of plan is refused, by form, None where it was right; None before a self-test."""
 
     def index(self, name: str, index: Any) -> Any:
         """Returns the `output_index` that an entry means.
@@ -317,6 +323,21 @@ class ModuleTable:
         none = Quantities({}, {"resid_post": reason, "logits": reason}, "the engine")
         return ModuleTable(table, self._fused, named=NamedTensors(none))
 
+    def proved(self, outcomes: Outcomes) -> ModuleTable:
+        """Returns the table with the outcomes of a self-test.
+
+        A module is refused if no form of plan was right there.
+        """
+        table = dict(self.table)
+        for name, outcome in outcomes.items():
+            table[name] = dataclasses.replace(table[name], proof=outcome)
+            if all(outcome.values()):
+                refused = (
+                    f"the self-test of the engine failed there: {next(iter(outcome.values()))}"
+                )
+                table[name] = dataclasses.replace(table[name], refused=refused)
+        return ModuleTable(table, self._fused, compiled=self.compiled, named=self.named)
+
     def other_dims(self, model: nn.Module) -> dict[nn.Module, int]:
         """Returns the dimension of the rows of the modules where it is another than `dim`."""
         return {
@@ -493,6 +514,28 @@ class ModuleTable:
         logits = self.named.logits
         at = None if logits is None else [logits.path]
         return isinstance(entry, GateEntry) and entry.what == at
+
+    def unproved(self, entry: Entry) -> str | None:
+        """Returns why an entry of a rewritten plan is refused after a self-test; None if it is not.
+
+        The self-test has changed and read the outputs of modules; inputs and quantities are judged
+        by their modules.
+        """
+        if not entry.has_places or self._at_logits(entry):
+            return None
+        forms = {"capture"} if isinstance(entry, KeepEntry) else set()
+        if isinstance(entry, HookEntry):
+            forms = {"steer"} if entry.at is None else {"steer", "positions"}
+        if not entry.needs.isdisjoint(GATES):
+            forms.add("gates")
+        reads = entry.reads if isinstance(entry, HookEntry) else None
+        whats = [entry.what] if reads is None else [entry.what, reads.what]
+        for name in (name for what in whats for name in self.selected(what)):
+            proof = self.table[self._owners.get(path := self.path_of(name), path)].proof or {}
+            for form in sorted(forms):
+                if (reason := proof.get(form)) is not None:
+                    return f"{form} at {name!r} failed in the self-test of the engine: {reason}"
+        return None
 
     def kept(self, entry: KeepEntry) -> list[str]:
         """Returns the names of the modules, quantities or gates that an entry captures."""

@@ -45,7 +45,8 @@ class Ranks:
     def merged(self, failures: dict[str, str]) -> dict[str, str]:
         """Returns the failures of all ranks; the first rank with any wins."""
         # By vLLM's shared memory: microseconds, where torch's group takes hundreds.
-        if not self._group.all_reduce(torch.tensor([float(len(failures))])).item():
+        count = torch.tensor([float(len(failures))], device=self._group.device)
+        if not self._group.all_reduce(count).item():
             return {}
         merged: dict[str, str] = {}
         for each in reversed(self.gathered(failures)):

@@ -199,6 +199,7 @@ class FrontEnd:
             "digest": read.digest,
             "key": key,
             "first": None,
+            "every_rank": False,
             "streams": bool(stream),
             "prefix": prefix._asdict() | {"salt": salt},
         }

@@ -17,7 +17,7 @@ from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from ferrohook.gates.state import Stopped
     from ferrohook.gates.streaming import GateValues
@@ -101,6 +101,17 @@ def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
     around(runner, name, replaced)
 
 
+@contextlib.contextmanager
+def _forcing(module: Any, name: str, forced: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces keyword arguments of a function of a module."""
+    original = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: original(*args, **kwargs | forced))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
 def _mark(output: Any, report: StepReport) -> None:
     """Passes a report on with the output of a step, to the scheduler in its process."""
     if not hasattr(output, "get_output"):
@@ -140,6 +151,10 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
     def calling(
         original: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        if worker.is_eager:
+            context = forward_context()
+            context.skip_compiled = True
+            context.cudagraph_runtime_mode = type(context.cudagraph_runtime_mode).NONE
         with worker.running(positions.shape[-1]):
             output = original(input_ids, positions, *args, **kwargs)
             with worker.failing():
@@ -153,6 +168,11 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
 
 def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
     entered = contextlib.ExitStack()
+    runners = importlib.import_module("vllm.v1.worker.gpu.model_runner")
+    eager = {
+        "dispatch_cg_and_sync_dp": {"need_eager": True},
+        "set_forward_context": {"skip_compiled": True},
+    }
     preempted: set[str] = set()
 
     def adding(original: Any, scheduler_output: Any) -> Any:
@@ -180,7 +200,9 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
         entered.enter_context(worker.running(batch.num_tokens_after_padding))
 
     def executing(original: Any, *args: Any, **kwargs: Any) -> Any:
-        with entered:
+        with entered, contextlib.ExitStack() as calls:
+            for name, forced in eager.items() if worker.is_eager else ():
+                calls.enter_context(_forcing(runners, name, forced))
             result = original(*args, **kwargs)
             if (state := runner.execute_model_state) is not None:
                 with worker.failing():

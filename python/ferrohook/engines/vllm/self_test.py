@@ -1,8 +1,9 @@
 """Self-test of an engine before its first request: known requests, by its scheduler and runner.
 
-Requests that run one at a time, in one piece, are the reference for requests that share steps in
-chunks. A row is right if no other known row is nearer, so low precision and other batch shapes do
-no harm.
+First the proof of its modules: under the engine's settings they serve plans as they do eagerly, or
+they are refused. Then known requests share steps at modules that passed. Requests that run one at
+a time, in one piece, are the reference for requests that share steps in chunks. A row is right if
+no other known row is nearer, so low precision and other batch shapes do no harm.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.model.cache_reach import CacheReach
 from ferrohook.engines.model.modules import ModuleTable
+from ferrohook.engines.model.proof import Proof, Served
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, is_newer
@@ -34,8 +36,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOG: Final = logging.getLogger("ferrohook")
+_VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
+"""Its handlers show information too."""
 _MARK: Final = "_ferrohook_tested"
 _MOST_STEPS: Final = 1_000
+_MOST_LOGGED: Final = 4
+"""Refused modules that the log names."""
+_NEW: Final = 2
+"""New tokens of a request of the proof."""
 _LONGEST: Final = 600
 """Most tokens of a prompt; larger blocks are not filled, so the salt is not tested there."""
 _GONE: Final = "a vector that was never uploaded"
@@ -52,7 +60,8 @@ def run(core: Any) -> None:
         described = json.loads(call(core, "describe")[0])
         if "refused" in described:
             return
-        check(core, described)
+        prove(core, described)
+        check(core, json.loads(call(core, "describe")[0]))
     except Exception as error:  # noqa: BLE001 (whatever an unknown release raises)
         reason = f"the self-test of ferrohook in vLLM {CAPABILITIES.version} failed: {error}"
         _LOG.error("ferrohook: plans are refused: %s", reason)
@@ -66,6 +75,74 @@ def run(core: Any) -> None:
             CAPABILITIES.version,
             ", ".join(CAPABILITIES.tried),
         )
+
+
+def prove(core: Any, described: Mapping[str, Any]) -> Mapping[str, Mapping[str, str | None]]:
+    """Serves plans at all modules, and has the workers admit what comes out as it does eagerly.
+
+    Args:
+        core: an `EngineCore` that is idle.
+        described: answer of its worker to `describe`.
+
+    Returns:
+        the outcomes, by module and form of plan.
+
+    Raises:
+        HookError: no module can be captured and changed at positions.
+    """
+    engine = _Engine(core, described)
+    proof = Proof(engine.modules, engine.max_length - _NEW, VllmOptions().capture_bytes)
+    try:
+        outcomes = proof.outcomes(lambda plan, **how: engine.prove(plan, proof.length, **how))
+    finally:
+        engine.forget()
+    refused = {name: each for name, each in outcomes.items() if any(each.values())}
+    if outcomes and _sites(engine.modules.proved(outcomes)) is None:
+        named, told = next(iter(refused.items()))
+        msg = (
+            f"no module can be captured and changed at positions in an engine with "
+            f"{settings(core.vllm_config)}; {_told(named, told)}"
+        )
+        raise HookError(msg)
+    call(core, "prove", json.dumps(outcomes))
+    log = _LOG.warning if refused else _VLLM_LOG.info
+    shown = [_told(*each) for each in [*refused.items()][:_MOST_LOGGED]]
+    if len(refused) > _MOST_LOGGED:
+        shown.append(f"and {len(refused) - _MOST_LOGGED} more, see the capabilities of the engine")
+    log(
+        "ferrohook: with %s, %d of %d modules serve plans as they do eagerly%s",
+        settings(core.vllm_config),
+        len(outcomes) - len(refused),
+        len(outcomes),
+        "".join(f"; {each}" for each in shown),
+    )
+    return outcomes
+
+
+def _told(name: str, outcome: Mapping[str, str | None]) -> str:
+    """Returns the forms of plan that are refused at a module, with the reasons."""
+    forms: dict[str, list[str]] = {}
+    for form, reason in outcome.items():
+        if reason is not None:
+            forms.setdefault(reason, []).append(form)
+    reasons = (f"{', '.join(each)} ({reason})" for reason, each in forms.items())
+    return f"refused at {name!r}: {', '.join(reasons)}"
+
+
+def settings(config: Any) -> str:
+    """Returns the settings of a `VllmConfig` with which an engine may serve plans differently."""
+    compilation, parallel = config.compilation_config, config.parallel_config
+    model = config.model_config
+    return ", ".join(
+        [
+            "compilation" if compilation.mode else "eager mode",
+            f"cudagraph_mode {getattr(compilation.cudagraph_mode, 'name', 'NONE')}",
+            f"quantization {model.quantization}",
+            f"{model.dtype}",
+            f"tensor_parallel_size {parallel.tensor_parallel_size}",
+            config.device_config.device_type,
+        ]
+    )
 
 
 def check(core: Any, described: Mapping[str, Any]) -> None:
@@ -93,11 +170,14 @@ def check(core: Any, described: Mapping[str, Any]) -> None:
 
 
 def _sites(modules: ModuleTable) -> tuple[str, str] | None:
-    """Returns an early and a late module of the model; None if none can be hooked."""
+    """Returns an early and a late module; None if none can be captured and changed at positions."""
     usable = {
         name: info
         for name, info in modules.table.items()
-        if name and info.refused is None and info.kind != "other"
+        if name
+        and info.refused is None
+        and info.kind != "other"
+        and not any((info.proof or {}).get(form) for form in ("capture", "steer", "positions"))
     }
     streams = [name for name, info in usable.items() if info.kind == "stream"]
     layers = [name for name in usable if name.rpartition(".")[2].isdigit()]
@@ -194,6 +274,10 @@ class _Known:
     """Of its captures."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     acts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    every_rank: bool = False
+    """All ranks capture, and values whose hook did not run are left out."""
+    ranks: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    """Captures of each rank, if all capture."""
     error: str | None = None
     """Reason of its failure."""
 
@@ -256,6 +340,19 @@ class _Engine:
             scheduler.max_num_scheduled_tokens = whole
         return sent
 
+    def prove(self, plan: Plan, length: int, *, eagerly: bool) -> Served:
+        """Serves a request of the proof, see `Serve`."""
+        self.forget()
+        known = _Known(self.prompts(length)[0], plan, _NEW, every_rank=True)
+        try:
+            if eagerly:
+                call(self._core, "eagerly", int(eagerly))
+            self.serve(known, budget=None if eagerly else max(1, 2 * length // 3))
+        finally:
+            if eagerly:
+                call(self._core, "eagerly", int(not eagerly))
+        return Served(known.ranks, known.tokens, known.error)
+
     def forget(self) -> None:
         """Empties the cache of prefixes."""
         self._core.reset_prefix_cache()
@@ -291,6 +388,7 @@ class _Engine:
         payload = params.extra_args[NAME]
         if sent.fails:
             payload |= {"digest": _GONE, "uploads": {_GONE: _GONE}}
+        payload["every_rank"] = sent.every_rank
         self._core.add_request(*self._core.preprocess_add_request(request))
         sent.key = payload["key"]
         return request_id
@@ -315,5 +413,9 @@ class _Engine:
             known.error = str(output.stop_reason)
         elif not known.fails and any(isinstance(it, KeepEntry) for it in known.plan.entries):
             tokens = len(known.prompt) + len(known.tokens)
+            if known.every_rank:
+                answers = call(self._core, "take_proof", known.key, tokens)
+                known.ranks = [unpacked(each).acts for each in answers]
+                return
             data, *_ = call(self._core, "take", known.key, tokens)
             known.acts = unpacked(data).acts

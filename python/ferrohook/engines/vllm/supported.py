@@ -22,7 +22,8 @@ CAPABILITIES: Final = Capabilities(
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
         "eager engines: synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
-        "tensor parallelism on CPUs, for modules whose tensors are the same on all ranks",
+        "tensor parallelism, for modules that have the same tensors on all ranks",
+        "compiled engines with piecewise CUDA graphs, for the sites that pass the self-test",
         "several answers to a prompt (n > 1), each with captures of its own",
         "LoRA adapters, structured outputs, several API servers",
         "pauses, and weights that are replaced in place",
@@ -30,7 +31,6 @@ CAPABILITIES: Final = Capabilities(
     ),
     refused={
         "python functions": "plans are sent between processes as JSON",
-        "tensor parallelism on GPUs": "not run on several GPUs yet",
         "pipeline parallelism": "each worker has only some of the layers; not tested",
         "data parallelism of experts": (
             "its ranks step together, which CPUs do not support; not tested"
@@ -57,8 +57,9 @@ CAPABILITIES: Final = Capabilities(
         "compilation of transformers' models": "sites must be tensors of shape (tokens, width), "
         "but theirs have one more dimension: start with "
         "enforce_eager=True",
-        "CUDA graphs": "a replay does not run Python, and was not tested on a GPU yet: start with "
-        "compilation_config={'cudagraph_mode': 'NONE'}, or enforce_eager=True",
+        "full CUDA graphs": "a replay does not run Python, and so no hooks: start with "
+        "compilation_config={'cudagraph_mode': 'PIECEWISE'}, whose graphs are cut at the sites, "
+        "with 'NONE', or with enforce_eager=True",
         "sleep mode": "tensors of hooks on the device may be discarded with weights; not tested",
         "diffusion": "a forward reruns tokens that may still change",
         "beam search": "vLLM does not pass extra_args to the beams",
@@ -107,9 +108,8 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
     parallel, compilation = config.parallel_config, config.compilation_config
     model, cache = config.model_config, config.cache_config
     drafts = config.speculative_config
+    graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
     used = {
-        "tensor parallelism on GPUs": parallel.tensor_parallel_size > 1
-        and config.device_config.device_type != "cpu",
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         # The engine cores of a model without experts are on their own: each says that it is one.
         "data parallelism of experts": parallel.data_parallel_size > 1,
@@ -132,7 +132,9 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "compilation without sites": bool(compilation.mode) and not has_sites,
         "compilation of transformers' models": bool(compilation.mode)
         and model.using_transformers_backend(),
-        "CUDA graphs": getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE",
+        # Only vLLM's compiler cuts graphs at sites.
+        "full CUDA graphs": graphs not in {"NONE", "PIECEWISE"}
+        or (graphs == "PIECEWISE" and not compilation.mode),
         "sleep mode": bool(model.enable_sleep_mode),
         "diffusion": bool(model.is_diffusion),
     }

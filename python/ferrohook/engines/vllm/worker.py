@@ -34,7 +34,7 @@ from ferrohook.errors import HookError, StoreError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
-from ferrohook.rows.site_hooks import HookSites
+from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 
 if TYPE_CHECKING:
     import contextlib
@@ -109,6 +109,8 @@ class RunnerWorker(EngineWorker):
         self._reach = CacheReach()
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
+        self.is_eager = False
+        """True while steps run without graphs and compiled code: the reference of a self-test."""
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -139,8 +141,20 @@ class RunnerWorker(EngineWorker):
             logits = modules.named.logits
             outside = [] if logits is None else [logits.path]
             # Open as long as the engine.
-            self._sites = HookSites(model, parts, outside=outside).opened()
+            cuts = self._cut_graphs()
+            self._sites = HookSites(model, parts, outside=outside, in_place=cuts).opened()
         self.serve(model, modules)
+
+    def _cut_graphs(self) -> bool:
+        """Has vLLM cut its piecewise CUDA graphs at the sites, where Python runs; False without.
+
+        A piece reads what the one before it wrote, at the address of its capture: sites must change
+        tensors in place.
+        """
+        compilation = self._config.compilation_config
+        if uses_graphs := getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE":
+            compilation.splitting_ops = [*(compilation.splitting_ops or ()), IN_PLACE]
+        return uses_graphs
 
     def _observed_reach(self, model: Any, forward: Callable[[], None]) -> CacheReach:
         """Observes which changes reach cached keys and values.
@@ -253,7 +267,10 @@ class RunnerWorker(EngineWorker):
             raise HookError(msg)
         read = functools.partial(self._read, payload)
         parent = self.requests.get(payload["first"])
-        names = payload["digest"], read, payload["key"]
+        digest: str = payload["digest"]
+        if payload["every_rank"]:  # else the ranks behind the first one prepare it without captures
+            digest = f"{digest}/every rank"
+        names = digest, read, payload["key"]
         self.admit(request_id, prompt_length, *names, parent=parent)
         self.requests[request_id].first_changed = payload["prefix"]["changed"]
         if payload["streams"]:
@@ -269,7 +286,8 @@ class RunnerWorker(EngineWorker):
         named: Any = {name: self._uploads[it] for name, it in payload["uploads"].items()}
         plan = Plan.from_json(payload["plan"], named, dictionaries=named)
         plan = rewritten(plan, self.loaded_model().modules)
-        if self._ranks is not None and self._ranks.rank:  # the first one captures
+        others = self._ranks is not None and self._ranks.rank and not payload["every_rank"]
+        if others:  # the first one captures
             return Plan(*(each for each in plan.entries if not isinstance(each, KeepEntry)))
         return plan
 
@@ -463,6 +481,24 @@ class RunnerWorker(EngineWorker):
             if found is None
             else self.packed_captures(found, tokens, since=since)
         )
+
+    def eagerly(self, is_eager: int) -> bytes:
+        """Has steps run without graphs and compiled code, or under the engine's settings again."""
+        self.is_eager = bool(is_eager)
+        return b""
+
+    def take_proof(self, key: str, tokens: int) -> bytes:
+        """Returns the captures of a self-test as `take` does, without those that never ran."""
+        found = self._captured(key)
+        self.discard([key])
+        if found is None:
+            return self._missing(key)
+        return self.packed_captures(found, tokens, whole=False)
+
+    def prove(self, outcomes: str) -> bytes:
+        """Serves from now on only what a self-test found to be right."""
+        self.admit_proved(json.loads(outcomes))
+        return b""
 
     def discard(self, keys: list[str]) -> bytes:
         """Forgets captures that no client wants, or that it has."""
