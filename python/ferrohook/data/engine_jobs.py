@@ -30,6 +30,8 @@ class EngineJob(NamedTuple):
     store: Store
     run: str
     plan: Plan | Prepared | None
+    sampling: Any
+    """Sampling parameters of the engine; None to run the prompts only."""
     progress: bool
 
 

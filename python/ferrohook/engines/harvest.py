@@ -1,10 +1,10 @@
-"""`Harvest`: captures of prompts, written into a store by the worker that runs them."""
+"""`Harvest`: captures of prompts and texts, written into a store by the worker that runs them."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.engines.requests import EngineRequest
+
+    Read: TypeAlias = Callable[[int], tuple[Mapping[str, Tensor], Mapping[str, list[int]]]]
 
 SHARE: Final = 8
 """Shards of the usual size that a store's `max_pending` has room for."""
@@ -36,6 +38,8 @@ class HarvestSettings(NamedTuple):
     """Name of the tensor of each layer."""
     made_of: dict[str, Any]
     """Manifest of the run."""
+    generates: bool
+    """True if texts follow the prompts."""
     folder: LentFolder
 
     def to_json(self) -> str:
@@ -56,8 +60,27 @@ class _Prompt(NamedTuple):
     ids: list[int]
 
 
+class TextEnd(NamedTuple):
+    """End of a text, which its client knows: a stop string ends it there."""
+
+    number: int
+    """Of its prompt."""
+    ids: list[int]
+    """Generated tokens."""
+    tokens: int
+    """Tokens of prompt and text; rows from the last one on do not count."""
+
+
+class _EndedRequest(NamedTuple):
+    """A request that the engine has forgotten, and whose text's end is not known here yet."""
+
+    prompt: _Prompt
+    request: EngineRequest
+    read: Read
+
+
 class _StoredPrompt(NamedTuple):
-    """Rows of a prompt that ran."""
+    """Rows of a prompt that ran, and of its text."""
 
     number: int
     digest: str
@@ -70,7 +93,8 @@ class _StoredPrompt(NamedTuple):
 class Harvest:
     """Rows of finished prompts on their way into a store.
 
-    They wait for an eighth of the store's `max_pending`, then become a batch of the run, of whole
+    The length of a prompt is known from its start; that of a text once its client tells its end.
+    Rows wait for an eighth of the store's `max_pending`, then become a batch of the run, of whole
     prompts in order of their ends. The store's `put` blocks while too many bytes wait to be
     written, and the engine with it.
 
@@ -90,12 +114,15 @@ class Harvest:
         self._numbers = (number for number in itertools.count() if number not in complete)
         self._shard_bytes = max(1, settings.folder.max_pending // SHARE)
         self._prompts: dict[str, _Prompt] = {}
+        self._texts: dict[int, TextEnd] = {}
+        """Ends of texts whose requests the engine has not forgotten yet."""
+        self._ended: dict[int, _EndedRequest] = {}
         self._waiting: list[_StoredPrompt] = []
         self._waiting_bytes = 0
         self.most_bytes = 0
         """Most bytes of rows that waited to become a batch."""
         self.taken = 0
-        """Prompts whose rows were taken."""
+        """Prompts whose rows were taken, with those of their texts."""
         self.error: Exception | None = None
         """Why nothing is taken any more."""
 
@@ -105,35 +132,48 @@ class Harvest:
 
     def start(self, name: str, ids: Sequence[int]) -> None:
         """Notes the tokens of a request's prompt."""
-        number = name.removeprefix(self._settings.prefix).partition("-")[0]
-        self._prompts[name] = _Prompt(int(number), [*ids])
+        number = int(name.removeprefix(self._settings.prefix).partition("-")[0])
+        self._prompts[name] = _Prompt(number, [*ids])
+        if not self._settings.generates:
+            self._texts[number] = TextEnd(number, [], len(ids) + 1)
 
-    def take(
-        self,
-        request: EngineRequest,
-        read: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, list[int]]]],
-    ) -> None:
+    def end_text(self, end: TextEnd) -> None:
+        """Notes the end of a text, before or after the engine forgets its request."""
+        self._texts[end.number] = end
+        if (ended := self._ended.pop(end.number, None)) is not None:
+            self._take(*ended)
+
+    def take(self, request: EngineRequest, read: Read) -> None:
         """Takes the rows of a request that the engine has forgotten.
 
-        Rows of one that failed or was aborted before its prompt ran are dropped: the client knows.
+        Rows of one that failed or was aborted are dropped: the client knows.
 
         Args:
             request: the request.
-            read: returns its captured values by name, and the positions of their rows.
+            read: returns its captured values by name, and the positions of their rows, of as many
+                tokens.
         """
         request.taken = True
         prompt = self._prompts.pop(request.name, None)
-        ran = request.failure is None and request.end >= request.prompt_length
-        if prompt is None or not ran or self.error is not None:
+        if prompt is not None and self.error is None:
+            self._take(prompt, request, read)
+
+    def _take(self, prompt: _Prompt, request: EngineRequest, read: Read) -> None:
+        text = self._texts.pop(prompt.number, None)
+        if request.failure is not None:
             return
-        try:
-            self._add(prompt, *read())
-        except Exception as error:  # noqa: BLE001 (a full disk, say: the client learns of it)
-            self.error = error
+        if text is None:
+            self._ended[prompt.number] = _EndedRequest(prompt, request, read)
+        elif request.end >= text.tokens - 1:
+            try:
+                self._add(prompt, text.ids, *read(text.tokens))
+            except Exception as error:  # noqa: BLE001 (a full disk, say: the client learns of it)
+                self.error = error
 
     def _add(
         self,
         prompt: _Prompt,
+        text: list[int],
         rows: Mapping[str, Tensor],
         positions: Mapping[str, list[int]],
     ) -> None:
@@ -142,8 +182,9 @@ class Harvest:
         if other := next((it for it in others if positions.get(it, []) != chosen), None):
             msg = f"{other!r} has other positions than {first!r}: collect them in separate runs"
             raise HookError(msg)
+        ids = [*prompt.ids, *text]
         described = [
-            torch.tensor([prompt.ids[each] for each in chosen], dtype=torch.long),
+            torch.tensor([ids[each] for each in chosen], dtype=torch.long),
             torch.tensor(chosen, dtype=torch.long),
             torch.full((len(chosen),), prompt.number),
         ]

@@ -29,70 +29,12 @@ from ferrohook.engines import harvest
 from ferrohook.engines.vllm import harvest as client
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.worker import RunnerWorker
-from support.engines import Change, Job
-from support.vllm_engine import ENVIRONMENT, LAYERS, VOCABULARY, WIDTH, serve_at_once, state
+from support.engines import Change
+from support.harvests import NAMES, PENDING, check, collect, files_in, prompts_of, rows_in
+from support.vllm_engine import ENVIRONMENT, LAYERS, WIDTH, serve_at_once, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-NAMES = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
-PENDING = 2**17
-"""Bytes, of which a prompt may have more than a batch."""
-Rows = dict[int, dict[str, torch.Tensor]]
-
-
-def prompts_of(seed: int, number: int = 40) -> list[list[int]]:
-    """Random prompts; some share a prefix, some run in chunks."""
-    rng = random.Random(seed)  # noqa: S311 (tests)
-    shared = [rng.randrange(3, VOCABULARY) for _ in range(70)]
-    return [
-        [*shared[: rng.choice([0, 0, 40, 70])], *(rng.randrange(3, VOCABULARY) for _ in range(it))]
-        for it in (rng.choice([1, 2, 9, 30, 90]) for _ in range(number))
-    ]
-
-
-def collect(llm: Any, prompts: Any, folder: Path, what: Any = NAMES, **options: Any) -> Any:
-    """Collects into a folder."""
-    with fh.data.LocalStore(folder, max_pending=PENDING) as store:
-        return fh.collect(llm, prompts, what, store, **options)
-
-
-def rows_in(folder: Path, names: Sequence[str] = NAMES, value: str = "output") -> Rows:
-    """Rows of each prompt in a store, in order of position; fails if one is there twice."""
-    found: Rows = {}
-    store = fh.data.LocalStore(folder, read_only=True)
-    assert not store.verify("run")
-    for batch in store.completed("run"):
-        described = store.get("run", batch, "@rows")
-        for text in described["text"].unique().tolist():
-            assert text not in found, f"prompt {text} is stored twice"
-            mine = described["text"] == text
-            found[text] = {name: described[name][mine] for name in ("token", "position")}
-            for name in names:
-                found[text][name] = store.get("run", batch, name)[value][mine]
-    return found
-
-
-def check(found: Rows, model: Any, prompts: list[list[int]], **job: Any) -> None:
-    """Asserts that the rows are those of each prompt alone."""
-    for number, prompt in enumerate(prompts):
-        one = Job(prompt, kept=tuple(NAMES), **job)
-        _, alone = one.alone(model, [0])
-        if not alone:
-            assert number not in found
-            continue
-        mine = found.pop(number)
-        assert mine["token"].tolist() == [prompt[it] for it in mine["position"].tolist()]
-        for name, right in alone.items():
-            scale = 1e-3 * float(right.abs().max())
-            torch.testing.assert_close(mine[name], right, rtol=1e-3, atol=scale)
-    assert not found
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """Files of a store, without its lock."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    from collections.abc import Iterator
 
 
 @pytest.mark.v2
@@ -339,7 +281,7 @@ SCRIPT = """
 import os, signal, sys
 import psutil
 import ferrohook as fh
-from engines.vllm_plugin.test_collect import NAMES, PENDING, prompts_of
+from support.harvests import NAMES, PENDING, prompts_of
 
 def main(model, folder, killed):
     from vllm import LLM

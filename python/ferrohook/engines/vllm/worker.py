@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ferrohook.data.manifests import manifest
-from ferrohook.engines.harvest import Harvest, HarvestSettings
+from ferrohook.engines.harvest import Harvest, HarvestSettings, TextEnd
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
@@ -284,8 +284,11 @@ class RunnerWorker(EngineWorker):
         return request
 
     def _store(self, harvest: Harvest, request: EngineRequest) -> None:
-        """Stores the captures of a prompt; if that fails, the run's other prompts fail."""
-        harvest.take(request, lambda: self.captured(request, request.prompt_length + 1))
+        """Stores the captures of a request; if that fails, the run's other requests fail."""
+        harvest.take(request, functools.partial(self.captured, request))
+        self._check_harvest(harvest)
+
+    def _check_harvest(self, harvest: Harvest) -> None:
         if (error := harvest.error) is not None:
             for other in self.requests.values():
                 if harvest.owns(other.name):
@@ -391,6 +394,14 @@ class RunnerWorker(EngineWorker):
         except (HookError, StoreError) as error:
             return _harvest_error(error)
         return b"{}"
+
+    def end_texts(self, ends: list[list[Any]]) -> bytes:
+        """Notes the ends of texts of the run, see `TextEnd`."""
+        if (harvest := self._harvest) is not None:
+            for each in ends:
+                harvest.end_text(TextEnd(*each))
+            self._check_harvest(harvest)
+        return b""
 
     def end_harvest(self) -> bytes:
         """Stores the rest of the run, and returns its numbers or its error."""
