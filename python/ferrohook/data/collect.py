@@ -80,8 +80,8 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 ) -> Collected:
     """Runs a model over batches and stores the outputs of its modules.
 
-    With an engine (`vllm.LLM`), `batches` are prompts, and its worker writes their rows into the
-    `LocalStore` itself, see below.
+    With an engine (`vllm.LLM` or `sglang.Engine`), `batches` are prompts, and its worker writes
+    their rows into the `LocalStore` itself, see below.
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
@@ -135,10 +135,10 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             `mask` is a key, positions count only the tokens that it keeps; else they count columns.
         plan: a plan whose hooks run in each forward; without `keep`. An engine takes no prepared
             one, and neither `forward`, `mask` nor `tokens`.
-        sampling: of an engine: its sampling parameters, as `SamplingParams(max_tokens=64,
-            temperature=0)`, with which it generates a text after each prompt; default: none. They
-            are recorded. Sampling needs a `seed`, to which the number of the prompt is added, so
-            that repeated prompts get different texts.
+        sampling: of an engine: its sampling parameters (`SamplingParams`, or SGLang's dict), with
+            which it generates a text after each prompt; default: none. They are recorded. With a
+            temperature, vLLM's need a `seed`, to which the number of the prompt is added, so that
+            repeated prompts get different texts; SGLang's temperature must be 0.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import torch
 
+from ferrohook import errors
 from ferrohook.data.fingerprints import fingerprint
 from ferrohook.data.stores.local import LentFolder
 from ferrohook.data.token_rows import LAYER, PARTS
@@ -126,13 +127,24 @@ class Harvest:
         self.error: Exception | None = None
         """Why nothing is taken any more."""
 
-    def owns(self, name: str) -> bool:
-        """True if a request belongs to this run."""
-        return name.startswith(self._settings.prefix)
+    def number_of(self, request_id: object) -> int | None:
+        """Returns the number of a request's prompt, by the engine's id; None if it has none."""
+        if not isinstance(request_id, str) or not request_id.startswith(self._settings.prefix):
+            return None
+        return int(request_id.removeprefix(self._settings.prefix).partition("-")[0])
 
-    def start(self, name: str, ids: Sequence[int]) -> None:
-        """Notes the tokens of a request's prompt."""
-        number = int(name.removeprefix(self._settings.prefix).partition("-")[0])
+    def owns(self, name: str) -> bool:
+        """True for a request of this run whose rows were not taken."""
+        return name in self._prompts
+
+    def start(self, name: str, number: int, ids: Sequence[int]) -> None:
+        """Notes a request of this run.
+
+        Args:
+            name: as the steps call it.
+            number: of its prompt.
+            ids: tokens of its prompt.
+        """
         self._prompts[name] = _Prompt(number, [*ids])
         if not self._settings.generates:
             self._texts[number] = TextEnd(number, [], len(ids) + 1)
@@ -238,3 +250,16 @@ def digests_in(text: str) -> dict[int, str]:
     """Reads what `digests_text` returned."""
     pairs = (each.split(":") for each in text.split())
     return {int(number): digest for number, digest in pairs}
+
+
+def error_answer(error: Exception) -> dict[str, str]:
+    """Returns the answer of a worker whose run cannot go on."""
+    return {"error": str(error), "kind": type(error).__name__}
+
+
+def error_in(answer: Mapping[str, Any]) -> HookError | None:
+    """Returns the error that a worker answers; None if there is none."""
+    if "error" not in answer:
+        return None
+    made: HookError = getattr(errors, answer.get("kind", ""), HookError)(answer["error"])
+    return made

@@ -13,16 +13,15 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import ferrohook as fh
 from ferrohook.engines import harvest
-from ferrohook.engines.vllm import extra_args
 from support.engines import Change
 from support.harvests import NAMES, check, collect, files_in, prompts_of, rows_in
 from support.speculation import speculative_config
-from support.vllm_engine import LAYERS, WIDTH, sampling, start, stop
+from support.vllm_engine import LAYERS, WIDTH, sampling, start, stop, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({}, {}),
     # Without chunks: with them a seed ends vLLM's V1 on a CPU.
@@ -40,20 +39,6 @@ def engine(request: pytest.FixtureRequest, models: Any) -> Iterator[tuple[Any, d
     llm = start(models["llama"][0], **options)
     yield llm, sampled
     stop(llm)
-
-
-def texts_of(llm: Any, prompts: Any, params: Any, plan: fh.Plan | None = None) -> list[list[int]]:
-    """Texts that the engine generates with a plan, prompt by prompt."""
-    asked = []
-    for number in range(len(prompts)):
-        own = params.clone()
-        own.extra_args = None if plan is None else extra_args(plan)
-        if own.seed is not None:
-            own.seed += number
-        asked.append(own)
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(given, asked, use_tqdm=False)
-    return [[*each.outputs[0].token_ids] for each in outputs]
 
 
 @pytest.mark.v2
