@@ -164,7 +164,7 @@ class Kills:
                 check=False,
             )
         lines = self._output.read_text().splitlines()
-        pids = next(line for line in lines if re.fullmatch(r"[\d ]+", line))
+        pids = next((line for line in lines if re.fullmatch(r"[\d ]+", line)), "")
         for pid in map(int, pids.split()):  # engines leave them behind, and with them a lock
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
 import ferrohook as fh
-from ferrohook.engines import harvest_jobs
+from ferrohook.engines import harvest
 from support.engines import Change
 from support.harvests import NAMES, check, collect, files_in, prompts_of, rows_in
 from support.kills import Kills
@@ -23,6 +23,31 @@ from support.sglang_engine import ENVIRONMENT, OPTIONS
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+ENGINE = """
+    from sglang import Engine
+    from support.sglang_engine import OPTIONS
+    engine = Engine(model_path=model, **OPTIONS)
+    sampling = {"temperature": 0, "max_new_tokens": 8}
+"""
+
+
+def test_killed_processes(llama: Any, tmp_path: Path) -> None:
+    """The scheduler or the driver is killed, and the call is repeated."""
+    kills = Kills(tmp_path, llama[0], ENGINE, ENVIRONMENT, random.Random(8))  # noqa: S311 (tests)
+    assert kills.run("driver")[0] == -signal.SIGKILL
+    after_driver = len(rows_in(kills.out))
+    code, lines = kills.run("worker")
+    assert code != 0, lines
+    after_worker = len(rows_in(kills.out))
+    assert 0 < after_driver <= after_worker < 80
+    _, lines = kills.run("nobody")
+    assert f"collected {80 - after_worker} {after_worker}" in lines, lines
+    prompts, greedy = prompts_of(6, 80), {"max_new_tokens": 8, "do_sample": False}
+    ids = [llama[1].generate(torch.tensor([each]), **greedy)[0].tolist() for each in prompts]
+    texts = [each[len(prompt) :] for prompt, each in zip(prompts, ids, strict=True)]
+    check(rows_in(kills.out), llama[1], prompts, texts)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +105,7 @@ def test_resumes_after_damage(
     assert collect(engine, [torch.tensor(each) for each in prompts], tmp_path) == (0, 40)
     assert files_in(tmp_path) == before
 
-    monkeypatch.setattr(harvest_jobs, "digests_in", lambda _text: {})  # the control
+    monkeypatch.setattr(harvest, "digests_in", lambda _text: {})  # the control
     collect(engine, prompts, tmp_path)
     with pytest.raises(AssertionError, match="stored twice"):
         rows_in(tmp_path)
@@ -123,27 +148,3 @@ def test_failures_end_the_run(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(fh.errors.StoreError, match="writing batch 0 of run 'run'"):
         collect(engine, prompts_of(7, 8), folder)
     assert collect(engine, prompts[:5], tmp_path / "good") == (5, 0)
-
-
-ENGINE = """
-    from sglang import Engine
-    from support.sglang_engine import OPTIONS
-    engine = Engine(model_path=model, **OPTIONS)
-    sampling = {"temperature": 0, "max_new_tokens": 8}
-"""
-
-
-def test_killed_processes(engine: Any, llama: Any, tmp_path: Path) -> None:
-    """The scheduler or the driver is killed, and the call is repeated."""
-    prompts = prompts_of(6, 80)
-    texts = texts_of(engine, prompts, {"temperature": 0, "max_new_tokens": 8}, fh.Plan())
-    kills = Kills(tmp_path, llama[0], ENGINE, ENVIRONMENT, random.Random(8))  # noqa: S311 (tests)
-    assert kills.run("driver")[0] == -signal.SIGKILL
-    after_driver = len(rows_in(kills.out))
-    code, lines = kills.run("worker")
-    assert code != 0, lines
-    after_worker = len(rows_in(kills.out))
-    assert 0 < after_driver <= after_worker < 80
-    _, lines = kills.run("nobody")
-    assert f"collected {80 - after_worker} {after_worker}" in lines, lines
-    check(rows_in(kills.out), llama[1], prompts, texts)

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 from ferrohook.captures import tensor_files
 from ferrohook.data.stores.writer import Writer
-from ferrohook.engines import harvest, harvest_jobs
+from ferrohook.engines import harvest
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.worker import RunnerWorker
 from support.engines import Change
@@ -112,7 +112,7 @@ def test_resumes_after_damage(
     check(rows_in(tmp_path), models["llama"][1], prompts)
 
     # The control: a client that forgets what is stored.
-    monkeypatch.setattr(harvest_jobs, "digests_in", lambda _text: {})
+    monkeypatch.setattr(harvest, "digests_in", lambda _text: {})
     collect(llm, prompts, tmp_path.with_name("control"))
     with pytest.raises(AssertionError, match="stored twice"):
         rows_in(tmp_path.with_name("control"))

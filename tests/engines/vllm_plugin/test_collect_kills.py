@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
-from ferrohook.engines import harvest_jobs
+from ferrohook.engines import harvest
 from support.harvests import check, collect, prompts_of, rows_in
 from support.kills import Kill, Kills, dies_in_fork
 from support.vllm_engine import ENVIRONMENT, sampling, texts_of
@@ -53,7 +53,7 @@ def test_killed_at_random_points(
             torch.testing.assert_close(found[number][name], values, rtol=1e-3, atol=1e-3)
 
     # The control: a client that forgets what is stored.
-    monkeypatch.setattr(harvest_jobs, "digests_in", lambda _text: {})
+    monkeypatch.setattr(harvest, "digests_in", lambda _text: {})
     assert dies_in_fork(run, control, Kill("a batch is complete", 12))
     assert not dies_in_fork(run, control, None)
     with pytest.raises(AssertionError, match="stored twice"):

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.data.engine_jobs import collectors
-from ferrohook.engines.harvest_jobs import AHEAD, HarvestJob, noted
+from ferrohook.engines.harvest import AHEAD, HarvestJob, noted
 from ferrohook.engines.sglang.front_end import ask, prepared, uploads_of
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookError
@@ -40,7 +40,7 @@ def collect_prompts(job: EngineJob) -> tuple[int, int]:
         msg = "the engine runs other requests: wait until they are finished"
         raise HookError(msg)
     counts: tuple[int, int] = job.engine.loop.run_until_complete(
-        _Run(harvest, job.engine, job.sampling).collect()
+        _SchedulerRun(harvest, job.engine, job.sampling).collect()
     )
     return counts
 
@@ -72,7 +72,7 @@ def _check_sampling(sampling: Any) -> None:
             raise HookError(msg)
 
 
-class _Run:
+class _SchedulerRun:
     """A run of prompts through an engine.
 
     Args:

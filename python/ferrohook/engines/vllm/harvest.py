@@ -11,8 +11,7 @@ from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 from ferrohook.data.engine_jobs import collectors
-from ferrohook.engines.harvest import TextEnd, error_in
-from ferrohook.engines.harvest_jobs import AHEAD, HarvestJob, noted
+from ferrohook.engines.harvest import AHEAD, HarvestJob, TextEnd, error_in, noted
 from ferrohook.engines.vllm.calls import call, found
 from ferrohook.engines.vllm.plugin import connect
 from ferrohook.engines.wire import NAME
@@ -64,7 +63,7 @@ def collect_prompts(job: EngineJob) -> tuple[int, int]:
             "collect a part of the prompts with each, into stores of their own"
         )
         raise HookError(msg)
-    return _Run(harvest, engine, sampling).collect()
+    return _LlmRun(harvest, engine, sampling).collect()
 
 
 class _Sampling(NamedTuple):
@@ -121,7 +120,7 @@ class _Sampling(NamedTuple):
         return params
 
 
-class _Run:
+class _LlmRun:
     """A run of prompts through an engine.
 
     Args:
