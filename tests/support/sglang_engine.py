@@ -13,7 +13,7 @@ import torch
 
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
-from ferrohook.engines.sglang.front_end import _prepared, encode
+from ferrohook.engines.sglang.front_end import encode, prepared
 from ferrohook.engines.uploads import Uploads
 from ferrohook.engines.wire import FIELD, GATES, NAME
 from ferrohook.gates.streaming import extend, numbers_of
@@ -90,7 +90,7 @@ class Local:
     def with_uploads(self, plan: str) -> dict[str, Any]:
         """Returns parameters of a request whose plan, as JSON, names dictionaries."""
         params = {"custom_params": {NAME: plan}}
-        found: dict[str, Any] = asyncio.run(_prepared(params, self._uploads))
+        found: dict[str, Any] = asyncio.run(prepared(params, self._uploads))
         return found
 
     def _ingest(self, stop_at_pause: bool = False) -> list[Any]:

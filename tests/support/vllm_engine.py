@@ -113,6 +113,20 @@ def sampling(plan: Any = None, new_tokens: int = 12, **changes: Any) -> Any:
     return SamplingParams(**options)
 
 
+def texts_of(llm: Any, prompts: Any, params: Any, plan: fh.Plan | None = None) -> list[list[int]]:
+    """Texts that an engine generates with a plan; each prompt has its own seed, if there is one."""
+    asked = []
+    for number in range(len(prompts)):
+        own = params.clone()
+        own.extra_args = None if plan is None else {"ferrohook": plan.to_json()}
+        if own.seed is not None:
+            own.seed += number
+        asked.append(own)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, asked, use_tqdm=False)
+    return [[*each.outputs[0].token_ids] for each in outputs]
+
+
 def serve_at_once(
     llm: Any, plans: Mapping[str, Any], *, prompt: list[int], new_tokens: int = 12
 ) -> dict[str, Any]:

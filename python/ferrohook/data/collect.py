@@ -75,12 +75,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     mask: Mask | None = None,
     tokens: Tokens | None = None,
     plan: Plan | Prepared | None = None,
+    sampling: Any = None,
     progress: bool = True,
 ) -> Collected:
     """Runs a model over batches and stores the outputs of its modules.
 
-    With an engine (`vllm.LLM`), `batches` are prompts, and its worker writes their rows into the
-    `LocalStore` itself, see below.
+    With an engine (`vllm.LLM` or `sglang.Engine`), `batches` are prompts, and its worker writes
+    their rows into the `LocalStore` itself, see below.
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
@@ -97,7 +98,9 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     afterwards.
 
     An engine runs prompts in the order of its scheduler, so a batch in the store has those that
-    ended one after the other, each whole; `@rows` is always stored. The worker's memory holds the
+    ended one after the other, each whole; `@rows` is always stored. With `sampling` it goes on with
+    a text after each prompt, whose rows and tokens are stored too, except those of its last token,
+    which does not run. The worker's memory holds the
     rows of the prompts that run; of finished ones an eighth of the store's `max_pending` and one
     prompt at most; and `max_pending` bytes that wait to be written. A slow disk slows the engine.
     After an error, Ctrl-C or a killed process the same call runs the prompts that are not stored.
@@ -132,6 +135,10 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             `mask` is a key, positions count only the tokens that it keeps; else they count columns.
         plan: a plan whose hooks run in each forward; without `keep`. An engine takes no prepared
             one, and neither `forward`, `mask` nor `tokens`.
+        sampling: of an engine: its sampling parameters (`SamplingParams`, or SGLang's dict), with
+            which it generates a text after each prompt; default: none. They are recorded. With a
+            temperature, vLLM's need a `seed`, to which the number of the prompt is added, so that
+            repeated prompts get different texts; SGLang's temperature must be 0.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
@@ -157,9 +164,11 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         expect(batches, Iterable, "collect: batches must be an iterable of prompts")
         refuse_options(forward=forward, mask=mask, tokens=tokens)
         options = _not_default(captured)
-        return Collected(
-            *engine(EngineJob(model, batches, what, options, store, run, plan, progress))
-        )
+        job = EngineJob(model, batches, what, options, store, run, plan, sampling, progress)
+        return Collected(*engine(job))
+    if sampling is not None:
+        msg = "sampling= only works with an engine: leave it out"
+        raise HookError(msg)
     _check(model, batches, store, forward, mask)
     _check_rule("tokens", tokens)
     chosen = cast("nn.Module", model)

@@ -13,10 +13,20 @@ if TYPE_CHECKING:
     from ferrohook.plans import Plan, Prepared
 
 
-class Engine(Protocol):
-    """An engine that runs prompts: `vllm.LLM`."""
+class VllmEngine(Protocol):
+    """`vllm.LLM`."""
 
     llm_engine: Any
+
+
+class SglangEngine(Protocol):
+    """`sglang.Engine`."""
+
+    tokenizer_manager: Any
+
+
+Engine: TypeAlias = VllmEngine | SglangEngine
+"""An engine that runs prompts."""
 
 
 class EngineJob(NamedTuple):
@@ -30,6 +40,8 @@ class EngineJob(NamedTuple):
     store: Store
     run: str
     plan: Plan | Prepared | None
+    sampling: Any
+    """Sampling parameters of the engine; None to run the prompts only."""
     progress: bool
 
 

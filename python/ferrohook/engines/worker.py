@@ -7,17 +7,18 @@ import functools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
+from ferrohook.engines.harvest import Harvest, error_answer
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, Span, reason_of
 from ferrohook.engines.wire import NAME, packed, spans_of
-from ferrohook.errors import HookError
+from ferrohook.errors import HookError, StoreError
 from ferrohook.rows.batches import batch_of_step
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ferrohook.engines.harvest import HarvestSettings
     from ferrohook.engines.model.modules import CaptureEntry, ModuleTable, Outcomes
     from ferrohook.engines.support import Capabilities
     from ferrohook.engines.wire import Upload
@@ -91,6 +93,8 @@ class EngineWorker:
         """Ends of requests by a `stop` of their plans, in the last step."""
         self._retried: set[str] = set()
         """Requests for which the last step counts for nothing."""
+        self._harvest: Harvest | None = None
+        """Run whose prompts are stored here."""
         self._failed: list[EngineRequest] = []
         """Requests whose failures the engine does not know yet."""
 
@@ -470,6 +474,36 @@ class EngineWorker:
                     acts[name] = rows if heads is None else rows.unflatten(-1, heads)
                     positions[name] = expected
         return acts, positions
+
+    def start_harvest(self, settings: HarvestSettings) -> dict[str, Any]:
+        """Stores the captures of a run's requests from now on; answers as `finish_harvest`."""
+        self.finish_harvest()
+        try:
+            self._harvest = Harvest(settings)
+        except (HookError, StoreError) as error:
+            return error_answer(error)
+        return {}
+
+    def finish_harvest(self) -> dict[str, Any]:
+        """Stores the rest of the run; returns its numbers or its error, and nothing without one."""
+        harvest, self._harvest = self._harvest, None
+        if harvest is None:
+            return {}
+        harvest.close()
+        if harvest.error is not None:
+            return error_answer(harvest.error)
+        return {"taken": harvest.taken, "most_bytes": harvest.most_bytes}
+
+    def _store(self, harvest: Harvest, request: EngineRequest) -> None:
+        """Stores the captures of a request; if that fails, the run's other requests fail."""
+        harvest.take(request, functools.partial(self.captured, request))
+        self._check_harvest(harvest)
+
+    def _check_harvest(self, harvest: Harvest) -> None:
+        if (error := harvest.error) is not None:
+            for other in self.requests.values():
+                if harvest.owns(other.name):
+                    self.fail(other, error)
 
     def packed_captures(
         self,

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
 import random
-import re
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,79 +13,19 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
-import psutil
-
 import ferrohook as fh
 from ferrohook.captures import tensor_files
 from ferrohook.data.stores.writer import Writer
 from ferrohook.engines import harvest
-from ferrohook.engines.vllm import harvest as client
 from ferrohook.engines.vllm.calls import call
 from ferrohook.engines.vllm.worker import RunnerWorker
-from support.engines import Change, Job
-from support.vllm_engine import ENVIRONMENT, LAYERS, VOCABULARY, WIDTH, serve_at_once, state
+from support.engines import Change
+from support.harvests import NAMES, PENDING, check, collect, files_in, prompts_of, rows_in
+from support.vllm_engine import LAYERS, WIDTH, serve_at_once, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-NAMES = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
-PENDING = 2**17
-"""Bytes, of which a prompt may have more than a batch."""
-Rows = dict[int, dict[str, torch.Tensor]]
-
-
-def prompts_of(seed: int, number: int = 40) -> list[list[int]]:
-    """Random prompts; some share a prefix, some run in chunks."""
-    rng = random.Random(seed)  # noqa: S311 (tests)
-    shared = [rng.randrange(3, VOCABULARY) for _ in range(70)]
-    return [
-        [*shared[: rng.choice([0, 0, 40, 70])], *(rng.randrange(3, VOCABULARY) for _ in range(it))]
-        for it in (rng.choice([1, 2, 9, 30, 90]) for _ in range(number))
-    ]
-
-
-def collect(llm: Any, prompts: Any, folder: Path, what: Any = NAMES, **options: Any) -> Any:
-    """Collects into a folder."""
-    with fh.data.LocalStore(folder, max_pending=PENDING) as store:
-        return fh.collect(llm, prompts, what, store, **options)
-
-
-def rows_in(folder: Path, names: Sequence[str] = NAMES, value: str = "output") -> Rows:
-    """Rows of each prompt in a store, in order of position; fails if one is there twice."""
-    found: Rows = {}
-    store = fh.data.LocalStore(folder, read_only=True)
-    assert not store.verify("run")
-    for batch in store.completed("run"):
-        described = store.get("run", batch, "@rows")
-        for text in described["text"].unique().tolist():
-            assert text not in found, f"prompt {text} is stored twice"
-            mine = described["text"] == text
-            found[text] = {name: described[name][mine] for name in ("token", "position")}
-            for name in names:
-                found[text][name] = store.get("run", batch, name)[value][mine]
-    return found
-
-
-def check(found: Rows, model: Any, prompts: list[list[int]], **job: Any) -> None:
-    """Asserts that the rows are those of each prompt alone."""
-    for number, prompt in enumerate(prompts):
-        one = Job(prompt, kept=tuple(NAMES), **job)
-        _, alone = one.alone(model, [0])
-        if not alone:
-            assert number not in found
-            continue
-        mine = found.pop(number)
-        assert mine["token"].tolist() == [prompt[it] for it in mine["position"].tolist()]
-        for name, right in alone.items():
-            scale = 1e-3 * float(right.abs().max())
-            torch.testing.assert_close(mine[name], right, rtol=1e-3, atol=scale)
-    assert not found
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """Files of a store, without its lock."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.mark.v2
@@ -179,7 +112,7 @@ def test_resumes_after_damage(
     check(rows_in(tmp_path), models["llama"][1], prompts)
 
     # The control: a client that forgets what is stored.
-    monkeypatch.setattr(client, "digests_in", lambda _text: {})
+    monkeypatch.setattr(harvest, "digests_in", lambda _text: {})
     collect(llm, prompts, tmp_path.with_name("control"))
     with pytest.raises(AssertionError, match="stored twice"):
         rows_in(tmp_path.with_name("control"))
@@ -333,67 +266,6 @@ def test_memory_is_bounded(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(pending) <= 8 * PENDING
     assert max(running) <= 16, "of max_num_seqs"
     assert pulled == 79
-
-
-SCRIPT = """
-import os, signal, sys
-import psutil
-import ferrohook as fh
-from engines.vllm_plugin.test_collect import NAMES, PENDING, prompts_of
-
-def main(model, folder, killed):
-    from vllm import LLM
-    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16,
-              max_num_batched_tokens=64, kv_cache_memory_bytes=2**26, block_size=32)
-    started = psutil.Process().children(recursive=True)
-    print(*(each.pid for each in started), flush=True)
-    def prompts():
-        for number, prompt in enumerate(prompts_of(6, 120)):
-            if number == 110 and killed == "worker":
-                for each in started:
-                    each.kill()
-            if number == 50 and killed == "driver":
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield prompt
-    with fh.data.LocalStore(folder, max_pending=PENDING) as store:
-        print("collected", *fh.collect(llm, prompts(), NAMES, store))
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-"""
-
-
-def test_killed_anywhere(models: Any, tmp_path: Path) -> None:
-    folder, model = models["llama"]
-    script, out, output = (tmp_path / name for name in ("script.py", "out", "output"))
-    script.write_text(SCRIPT)
-    path = ":".join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-
-    def run(killed: str) -> tuple[int, list[str]]:
-        command = [sys.executable, str(script), str(folder), str(out), killed]
-        with output.open("w") as file:  # no pipe, which an orphan would hold open
-            ended = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False)
-        lines = output.read_text().splitlines()
-        pids = next(line for line in lines if re.fullmatch(r"[\d ]+", line))
-        for pid in map(int, pids.split()):  # vLLM leaves them behind, and with them a lock
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).kill()
-                psutil.wait_procs([psutil.Process(pid)])
-        return ended.returncode, lines
-
-    code, lines = run("driver")
-    assert code == -signal.SIGKILL, lines
-    after_driver = len(rows_in(out))
-    code, lines = run("worker")
-    assert code == 1, lines
-    assert "EngineDeadError" in "".join(lines), lines
-    after_worker = len(rows_in(out))
-    assert 0 < after_driver < after_worker < 120
-    code, lines = run("nobody")
-    assert f"collected {120 - after_worker} {after_worker}" in lines, lines
-    check(rows_in(out), model, prompts_of(6, 120))
 
 
 def test_worker_that_cannot_write(llm: Any, tmp_path: Path) -> None:

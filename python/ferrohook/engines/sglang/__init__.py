@@ -18,6 +18,7 @@ from ferrohook.engines.sglang.clients import drop_dictionaries as drop_dictionar
 from ferrohook.engines.sglang.clients import drop_vectors as drop_vectors
 from ferrohook.engines.sglang.clients import put_dictionaries as put_dictionaries
 from ferrohook.engines.sglang.clients import put_vectors as put_vectors
+from ferrohook.engines.sglang.harvest import collect_prompts as collect_prompts
 from ferrohook.engines.sglang.supported import CAPABILITIES as CAPABILITIES
 from ferrohook.engines.wire import Captured as Captured
 

@@ -18,11 +18,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.gate_events import AnswerGates
+from ferrohook.engines.harvest import error_in
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.uploads import Uploads, UploadsOfPlan, may_name_uploads
 from ferrohook.engines.wire import ANSWERS, DIGESTS, FIELD, GATES, NAME, VECTORS, packed_uploads
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.errors import HookTypeError
 from ferrohook.gates.streaming import extend
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ async def ask(manager: Any, call: str = "describe", argument: str = "") -> dict[
     sent = question(rid=f"{NAME}:{call}:{argument}")
     answers = await manager.get_internal_state_communicator(sent)
     answer: dict[str, Any] = answers[0].internal_state[NAME]
-    if "error" in answer:
-        raise HookError(answer["error"])
+    if (error := error_in(answer)) is not None:
+        raise error
     return answer
 
 
@@ -113,9 +114,9 @@ async def _serving(
     """
     uploads, params = uploads_of(manager), obj.sampling_params
     obj.sampling_params = (
-        [await _prepared(each, uploads) for each in params]
+        [await prepared(each, uploads) for each in params]
         if isinstance(params, list)
-        else await _prepared(params, uploads)
+        else await prepared(params, uploads)
     )
     obj.ferrohook_captures = {}
     gates: AnswerGates | None = getattr(obj, GATES, None)
@@ -208,7 +209,7 @@ async def streaming(
             yield event
 
 
-async def _prepared(params: Any, uploads: Uploads) -> Any:
+async def prepared(params: Any, uploads: Uploads) -> Any:
     """Returns the parameters of a request as the scheduler takes them.
 
     Those of a plan have the uploads that it names: vectors, of dictionaries the digests. Several

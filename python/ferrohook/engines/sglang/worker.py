@@ -22,8 +22,10 @@ import safetensors.torch
 import torch
 
 from ferrohook.attach.attention import attended
+from ferrohook.data.manifests import manifest
 from ferrohook.effects.interventions import Add
 from ferrohook.engines.admission import Admission, check_salt, text_of
+from ferrohook.engines.harvest import HarvestSettings, TextEnd, error_answer
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, SampledLogits
@@ -192,9 +194,16 @@ class SchedulerWorker(EngineWorker):
 
         Args:
             call: `"describe"`; `"put"` for dictionaries, as safetensors by their digests, in
-                base64; or `"drop"` for one of them.
+                base64; `"drop"` for one of them; or of `collect`: `"describe_harvest"`,
+                `"begin_harvest"` and `"end_harvest"`.
             argument: of the call.
         """
+        if call == "describe_harvest":
+            return self._describe_harvest(**json.loads(argument))
+        if call == "begin_harvest":
+            return self.start_harvest(HarvestSettings.from_json(argument))
+        if call == "end_harvest":
+            return self.finish_harvest()
         if call == "put":
             self._dictionaries |= unpacked_uploads(base64.b64decode(argument))
         elif call == "drop":
@@ -202,6 +211,18 @@ class SchedulerWorker(EngineWorker):
         else:
             return self.describe()
         return {}
+
+    def _describe_harvest(self, custom: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
+        """Returns the captured values and the manifest of a run, and the most requests at once."""
+        try:
+            modules = self.loaded_model().modules
+            read = self._read(custom)
+        except (HookError, ValueError) as error:
+            return error_answer(error)
+        names = [value.name for each in modules.captures(read.plan) for value in each.values]
+        made_of = manifest(self._runner.model, names, None, {**options, "plan": read.digest})
+        most = self._scheduler.max_running_requests
+        return {"names": names, "made_of": made_of, "most_running": most}
 
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
@@ -339,9 +360,7 @@ class SchedulerWorker(EngineWorker):
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
-        text, uploads = text_of(custom[NAME]), custom.get(VECTORS, "")
-        self._options.check_plan(len(text) + (len(uploads) if isinstance(uploads, str) else 0))
-        read = self._admission.read(text, self._named(uploads))
+        read = self._read(custom)
         params, prompt = req.sampling_params, len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, params.max_new_tokens, params.n)
@@ -362,6 +381,20 @@ class SchedulerWorker(EngineWorker):
         req.ferrohook_numbered = self._numbered_plan(read, req, is_first=first is None)
         if req.stream:
             self._stream_gates(req, self.requests[name])
+        harvest = self._harvest
+        if harvest is not None and (number := harvest.number_of(req.rid)) is not None:
+            harvest.start(name, number, req.origin_input_ids)
+            self._check_harvest(harvest)
+
+    def _read(self, custom: Mapping[str, Any]) -> ReadPlan:
+        """Reads the plan of `custom_params`.
+
+        Raises:
+            ValueError: it is bad.
+        """
+        text, uploads = text_of(custom[NAME]), custom.get(VECTORS, "")
+        self._options.check_plan(len(text) + (len(uploads) if isinstance(uploads, str) else 0))
+        return self._admission.read(text, self._named(uploads))
 
     def _keep_first(self, name: Any, request: EngineRequest, answers: int) -> None:
         """Keeps the request that SGLang runs before several answers to its prompt.
@@ -555,6 +588,11 @@ class SchedulerWorker(EngineWorker):
         if not request.captures or request.taken or end["type"] == "abort":
             return
         tokens = len(req.origin_input_ids) + len(texts) + ran_last
+        harvest = self._harvest
+        if harvest is not None and (number := harvest.number_of(req.rid)) is not None:
+            harvest.end_text(TextEnd(number, [*texts], tokens))
+            self._store(harvest, request)
+            return
         data = self.packed_captures(request, tokens)
         info = {**(req.customized_info or {}), FIELD: _Parts(lambda _tokens: data)}
         if (stream := request.gate_stream) is not None:

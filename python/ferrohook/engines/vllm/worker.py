@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ferrohook.data.manifests import manifest
-from ferrohook.engines.harvest import Harvest, HarvestSettings
+from ferrohook.engines.harvest import HarvestSettings, TextEnd
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
@@ -30,7 +30,7 @@ from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, Upload, packed, packed_uploads, unpacked_uploads
 from ferrohook.engines.worker import EngineWorker
-from ferrohook.errors import HookError, StoreError
+from ferrohook.errors import HookError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry
@@ -102,8 +102,6 @@ class RunnerWorker(EngineWorker):
         """Requests whose captures wait for their client."""
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
-        self._harvest: Harvest | None = None
-        """Run whose prompts are stored here."""
         self._tickets: dict[str, dict[str, Any]] = {}
         """Tickets of finished requests, by key, where there are several API servers."""
         self._reach = CacheReach()
@@ -250,9 +248,9 @@ class RunnerWorker(EngineWorker):
         """Notes the tokens of prompts that are stored, of vLLM's `NewRequestData`."""
         if (harvest := self._harvest) is not None:
             for new in started:
-                if not harvest.owns(new.req_id):
+                if (number := harvest.number_of(new.req_id)) is None:
                     continue
-                harvest.start(new.req_id, new.prompt_token_ids)
+                harvest.start(new.req_id, number, new.prompt_token_ids)
                 if harvest.error is not None:
                     self._fail_named(new.req_id, harvest.error)
 
@@ -300,14 +298,6 @@ class RunnerWorker(EngineWorker):
             else:
                 self._keep(request)
         return request
-
-    def _store(self, harvest: Harvest, request: EngineRequest) -> None:
-        """Stores the captures of a prompt; if that fails, the run's other prompts fail."""
-        harvest.take(request, lambda: self.captured(request, request.prompt_length + 1))
-        if (error := harvest.error) is not None:
-            for other in self.requests.values():
-                if harvest.owns(other.name):
-                    self.fail(other, error)
 
     def _keep(self, request: EngineRequest) -> None:
         self._finished[request.key] = request
@@ -400,30 +390,28 @@ class RunnerWorker(EngineWorker):
         return json.dumps(manifest(self._runner.get_model(), names, None, options)).encode()
 
     def begin_harvest(self, settings: str) -> bytes:
-        """Stores the captures of a run's prompts from now on; answers as `end_harvest`."""
-        self.end_harvest()
+        """Stores the captures of a run's requests from now on; answers as `end_harvest`."""
         if self._ranks is not None and self._ranks.rank:
             return b""
-        try:
-            self._harvest = Harvest(HarvestSettings.from_json(settings))
-        except (HookError, StoreError) as error:
-            return _harvest_error(error)
-        return b"{}"
+        return json.dumps(self.start_harvest(HarvestSettings.from_json(settings))).encode()
+
+    def end_texts(self, ends: list[list[Any]]) -> bytes:
+        """Notes the ends of texts of the run, see `TextEnd`."""
+        if (harvest := self._harvest) is not None:
+            for each in ends:
+                harvest.end_text(TextEnd(*each))
+            self._check_harvest(harvest)
+        return b""
 
     def end_harvest(self) -> bytes:
-        """Stores the rest of the run, and returns its numbers or its error."""
-        harvest = self._harvest
-        if harvest is None:
+        """Stores the rest of the run; returns its numbers or its error."""
+        if (harvest := self._harvest) is None:
             return b""
         # Those of the last step: the runner learns of their ends with the next one.
         for request in [*self.requests.values()]:
             if harvest.owns(request.name) and request.captures:
                 self._store(harvest, request)
-        self._harvest = None
-        harvest.close()
-        if harvest.error is not None:
-            return _harvest_error(harvest.error)
-        return json.dumps({"taken": harvest.taken, "most_bytes": harvest.most_bytes}).encode()
+        return json.dumps(self.finish_harvest()).encode()
 
     def put(self, data: bytes, names: dict[str, str]) -> bytes:
         """Stores uploads by their digests, and the names that mean them from now on."""
@@ -529,7 +517,3 @@ class RunnerWorker(EngineWorker):
     def _missing(self, key: str) -> bytes:
         """Returns why captures are missing; nothing if another worker may have them."""
         return packed({}, {}, error=_DROPPED) if key in self._dropped else b""
-
-
-def _harvest_error(error: Exception) -> bytes:
-    return json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
