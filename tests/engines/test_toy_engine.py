@@ -1,4 +1,4 @@
-"""The toy engine of docs/new-engine.md: each answer equals the request's answer when it runs alone."""
+"""Toy engine of docs/new-engine.md: each answer equals the answer to the request alone."""
 
 from __future__ import annotations
 

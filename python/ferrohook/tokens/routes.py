@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ferrohook._core import CallTokens
     from ferrohook.effects.routing import BoundRoute, Replay
     from ferrohook.tokens.positions import At
 
@@ -30,41 +31,27 @@ class TokenRoute:
         self._route = route
         self.__qualname__ = repr(route.hook)
 
-    def __call__(
-        self,
-        _request: object,
-        value: Any,
-        places: Tensor,
-        given: tuple[list[int], list[int], int, list[int] | None],
-    ) -> Any:
+    def __call__(self, _request: object, value: Any, places: Tensor, tokens: CallTokens) -> Any:
         """Returns the router's output with other experts; None if all are left to the router.
 
         Args:
             value: the output.
             places: of the tokens in its tensors.
-            given: row, position, number of the sequences and lengths of the prompts, as the core
-                has them for the tokens.
+            tokens: the tokens.
         """
-        sequences, positions, _, prompts = given
+        positions = tokens.positions
         routed = self._route.routed
         rows = positions
         if routed.start is not None:
             rows = [position - routed.start for position in positions]
         elif routed.ids.dim() > 1:
-            rows = _numbers_of(self._route.at, positions, _prompts_of(sequences, prompts))
-        taking, index = routed.of_tokens(rows, sequences)
+            rows = _numbers_of(self._route.at, positions, tokens.prompts)
+        taking, index = routed.of_tokens(rows, tokens.rows)
         if not taking:
             return None
         if len(taking) < len(rows):
             places = places.index_select(0, torch.tensor(taking).to(places.device))
         return self._route.change(value, places, *routed.at(index))
-
-
-def _prompts_of(sequences: Sequence[int], prompts: Sequence[int] | None) -> list[int]:
-    """Returns the length of the prompt of each token, 0 where it is not known."""
-    if not prompts:
-        return [0] * len(sequences)
-    return [prompts[row if len(prompts) > 1 else 0] for row in sequences]
 
 
 def _numbers_of(at: At, positions: Sequence[int], prompts: Sequence[int]) -> list[int]:

@@ -38,6 +38,13 @@ impl CallTokens {
         rows.map_or_else(|| vec![0; self.positions.len()], <[_]>::to_vec)
     }
 
+    /// Length of the prompt of each; 0 where it is not known.
+    #[getter(prompts)]
+    fn prompts_for_python(&self) -> Vec<i64> {
+        let rows = self.rows_for_python().into_iter();
+        rows.map(|row| self.prompt_of(row).unwrap_or(0)).collect()
+    }
+
     /// Id of their sequences: calls with the same one run tokens of the same sequences.
     #[getter(sequences)]
     fn sequences_for_python(&self) -> u64 {
