@@ -91,7 +91,7 @@ class _SchedulerRun:
 
     async def collect(self) -> tuple[int, int]:
         """Runs the prompts that are not stored."""
-        params = {**(self._sampling or _PROMPT_ONLY)}
+        params: dict[str, Any] = {**(self._sampling or _PROMPT_ONLY)}
         custom = {**(params.get("custom_params") or {}), NAME: self._job.plan.to_json()}
         params = await prepared({**params, "custom_params": custom}, uploads_of(self._manager))
         options = {"engine": "sglang", "value": self._job.value}

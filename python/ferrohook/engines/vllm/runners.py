@@ -105,7 +105,7 @@ def _after(runner: Any, name: str, function: Callable[..., None]) -> None:
 def _forcing(module: Any, name: str, forced: Mapping[str, Any]) -> Iterator[None]:
     """Replaces keyword arguments of a function of a module."""
     original = getattr(module, name)
-    setattr(module, name, lambda *args, **kwargs: original(*args, **kwargs | forced))
+    setattr(module, name, lambda *args, **kwargs: original(*args, **{**kwargs, **forced}))
     try:
         yield
     finally:
