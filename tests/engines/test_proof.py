@@ -232,6 +232,42 @@ def test_rounding_is_admitted(model: Model) -> None:
         assert engine.outcomes() == dict.fromkeys(SITES, RIGHT)
 
 
+class Behind(nn.Module):
+    """Gets what a function makes of the hidden states."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def ended(model: Model, function: Callable[[Tensor], Tensor]) -> dict[str, dict[str, str | None]]:
+    """Returns the outcomes of a model whose norm gets what modules make of a function's rows."""
+    odd, small = Behind(function), Behind(lambda x: x.nan_to_num().clamp(-3, 3))
+    model.norm = nn.Sequential(odd, small, nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    sites = [*SITES[:-1], "norm.0", "norm.2", "norm.3"]
+    with HookSites(model, dict.fromkeys(sites), in_place=True).opened():
+        engine = Engine(model, cuts=(IN_PLACE,))
+        engine.modules, _ = engine.modules.at_sites(sites)
+        return engine.outcomes()
+
+
+def test_a_module_of_almost_equal_rows_leaves_others_alone(model: Model) -> None:
+    found = ended(model, lambda x: 0.01 * x + torch.linspace(-3, 3, WIDTH))
+    assert found == dict.fromkeys([*SITES[:-1], "norm.0", "norm.2", "norm.3"], RIGHT)
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan, 1e30])
+def test_a_module_of_infinite_rows_is_refused_and_no_other(model: Model, number: float) -> None:
+    odd = torch.arange(WIDTH) == 3  # noqa: PLR2004 (any place)
+    found = ended(model, lambda x: x.masked_fill(odd, number))
+    reason = "its rows, or the squares of their numbers, have NaN or infinities"
+    assert found.pop("norm.0") == dict.fromkeys(FORMS, reason)
+    assert found["layers.2"] == RIGHT
+
+
 def test_a_change_everywhere_is_refused_at_positions(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

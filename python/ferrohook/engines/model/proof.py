@@ -41,6 +41,7 @@ _NOISE: Final = 2**-5
 _ALMOST: Final = 4 * _NOISE
 """Share of a row's length up to which a gate cannot tell two rows apart."""
 _SILENT: Final = "its hook never ran"
+_INFINITE: Final = "its rows, or the squares of their numbers, have NaN or infinities"
 _END: Final = "end"
 _NEW: Final = "new"
 """Labels of captures of the last module, and of the row of the first new token."""
@@ -284,6 +285,9 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
             found[point] = {"capture": f"{_SILENT}, eagerly too"}
             continue
         known = _EagerRows(_flat(rows), end, rows.dtype)
+        if not known.plain.square().sum().isfinite():  # neither a vector nor a direction
+            found[point] = {"capture": _INFINITE}
+            continue
         if rows.dtype.is_floating_point:
             proof.note(point, known)
         for taken in own.ranks:
@@ -335,14 +339,16 @@ def _gates(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, str 
         known = proof.known(point)
         before, here = known.before, known.here
         direction = here - before
-        at, options, name = point.at, point.options, f"g{number}"
+        at: Any = point.at
+        options, name = point.options, f"g{number}"
         if direction.norm() > _ALMOST * here.norm():
             threshold = ((direction @ before + direction @ here) / 2).item()
             reading: Any = Dot(direction)
             expected[point] = torch.stack([before, -here])
         else:
-            reading, threshold = Norm(), -1.0
-            expected[point] = torch.stack([-before, -here])
+            # True at both rows; the other is the one that the next module is checked at.
+            reading, threshold, at = Norm(), -1.0, point.position
+            expected[point] = torch.stack([before, -here])
         change = Scale(-1.0, **options)
         entries += [
             gate(name, point.name, reading, at=at, **options),
