@@ -74,8 +74,9 @@ class Engine:
             self.graph.record(ids=ids)
             return made.outcomes(lambda plan, **how: self.serve(ids, plan, **how))
 
-    def serve(self, ids: Tensor, plan: Plan, *, eagerly: bool) -> Served:
+    def serve(self, ids: Tensor, plan: Plan, *, eagerly: bool, again: bool) -> Served:
         self.served += 1
+        ids = ids.flip(0) if again else ids
         call = self.model if eagerly else self.graph
         found = []
         for rank in range(self.ranks):
@@ -232,6 +233,27 @@ def test_rounding_is_admitted(model: Model) -> None:
         assert engine.outcomes() == dict.fromkeys(SITES, RIGHT)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_row_of_another_expert_is_admitted_if_other_prompts_agree(
+    model: Model, *, again: bool
+) -> None:
+    times = []
+
+    def flipped(acts: dict[str, Tensor], _rank: int) -> None:
+        if "layers.1" in acts and (again or len(times) < len(FORMS) - 1):  # requests of one prompt
+            times.append(1)
+            acts["layers.1"] = acts["layers.1"] * torch.tensor([[1.0], [0.5]])
+
+    with HookSites(model, dict.fromkeys(SITES), in_place=True).opened():
+        engine = at_sites(Engine(model, cuts=(IN_PLACE,)))
+        engine.spoil = flipped
+        found = engine.outcomes()
+    assert engine.served == 6 * 2
+    wrong = found.pop("layers.1")
+    assert all(wrong[form] for form in ("capture", "steer", "gates")) if again else wrong == RIGHT
+    assert found == dict.fromkeys([it for it in SITES if it != "layers.1"], RIGHT)
+
+
 class Behind(nn.Module):
     """Gets what a function makes of the hidden states."""
 
@@ -261,7 +283,7 @@ def test_a_module_of_almost_equal_rows_leaves_others_alone(model: Model) -> None
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan, 1e30])
 def test_a_module_of_infinite_rows_is_refused_and_no_other(model: Model, number: float) -> None:
-    odd = torch.arange(WIDTH) == 3  # noqa: PLR2004 (any place)
+    odd = torch.arange(WIDTH) == 3
     found = ended(model, lambda x: x.masked_fill(odd, number))
     reason = "its rows, or the squares of their numbers, have NaN or infinities"
     assert found.pop("norm.0") == dict.fromkeys(FORMS, reason)
@@ -275,10 +297,10 @@ def test_a_change_everywhere_is_refused_at_positions(
         engine = at_sites(Engine(model, cuts=(IN_PLACE,)))
         serve = engine.serve
 
-        def everywhere(ids: Tensor, plan: Plan, *, eagerly: bool) -> Served:
+        def everywhere(ids: Tensor, plan: Plan, *, eagerly: bool, again: bool) -> Served:
             if not eagerly:
                 plan = fh.Plan(*(without_positions(each) for each in plan.entries))
-            return serve(ids, plan, eagerly=eagerly)
+            return serve(ids, plan, eagerly=eagerly, again=again)
 
         monkeypatch.setattr(engine, "serve", everywhere)
         found = engine.outcomes()

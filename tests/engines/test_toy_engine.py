@@ -1,4 +1,4 @@
-"""The toy engine of docs/new-engine.md: each answer equals the request's answer when it runs alone."""
+"""The toy engine of docs/new-engine.md: each answer is that of the request when it runs alone."""
 
 from __future__ import annotations
 
