@@ -74,8 +74,9 @@ class Engine:
             self.graph.record(ids=ids)
             return made.outcomes(lambda plan, **how: self.serve(ids, plan, **how))
 
-    def serve(self, ids: Tensor, plan: Plan, *, eagerly: bool) -> Served:
+    def serve(self, ids: Tensor, plan: Plan, *, eagerly: bool, again: bool) -> Served:
         self.served += 1
+        ids = ids.flip(0) if again else ids
         call = self.model if eagerly else self.graph
         found = []
         for rank in range(self.ranks):
@@ -232,6 +233,63 @@ def test_rounding_is_admitted(model: Model) -> None:
         assert engine.outcomes() == dict.fromkeys(SITES, RIGHT)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_row_of_another_expert_is_admitted_if_other_prompts_agree(
+    model: Model, *, again: bool
+) -> None:
+    times = []
+
+    def flipped(acts: dict[str, Tensor], _rank: int) -> None:
+        if "layers.1" in acts and (again or len(times) < len(FORMS) - 1):  # requests of one prompt
+            times.append(1)
+            acts["layers.1"] = acts["layers.1"] * torch.tensor([[1.0], [0.5]])
+
+    with HookSites(model, dict.fromkeys(SITES), in_place=True).opened():
+        engine = at_sites(Engine(model, cuts=(IN_PLACE,)))
+        engine.spoil = flipped
+        found = engine.outcomes()
+    assert engine.served == 6 * 2
+    wrong = found.pop("layers.1")
+    assert all(wrong[form] for form in ("capture", "steer", "gates")) if again else wrong == RIGHT
+    assert found == dict.fromkeys([it for it in SITES if it != "layers.1"], RIGHT)
+
+
+class Behind(nn.Module):
+    """Gets what a function makes of the hidden states."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def ended(model: Model, function: Callable[[Tensor], Tensor]) -> dict[str, dict[str, str | None]]:
+    """Returns the outcomes of a model whose norm gets what modules make of a function's rows."""
+    odd, small = Behind(function), Behind(lambda x: x.nan_to_num().clamp(-3, 3))
+    model.norm = nn.Sequential(odd, small, nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    sites = [*SITES[:-1], "norm.0", "norm.2", "norm.3"]
+    with HookSites(model, dict.fromkeys(sites), in_place=True).opened():
+        engine = Engine(model, cuts=(IN_PLACE,))
+        engine.modules, _ = engine.modules.at_sites(sites)
+        return engine.outcomes()
+
+
+def test_a_module_of_almost_equal_rows_leaves_others_alone(model: Model) -> None:
+    found = ended(model, lambda x: 0.01 * x + torch.linspace(-3, 3, WIDTH))
+    assert found == dict.fromkeys([*SITES[:-1], "norm.0", "norm.2", "norm.3"], RIGHT)
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan, 1e30])
+def test_a_module_of_infinite_rows_is_refused_and_no_other(model: Model, number: float) -> None:
+    odd = torch.arange(WIDTH) == 3
+    found = ended(model, lambda x: x.masked_fill(odd, number))
+    reason = "its rows, or the squares of their numbers, have NaN or infinities"
+    assert found.pop("norm.0") == dict.fromkeys(FORMS, reason)
+    assert found["layers.2"] == RIGHT
+
+
 def test_a_change_everywhere_is_refused_at_positions(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,10 +297,10 @@ def test_a_change_everywhere_is_refused_at_positions(
         engine = at_sites(Engine(model, cuts=(IN_PLACE,)))
         serve = engine.serve
 
-        def everywhere(ids: Tensor, plan: Plan, *, eagerly: bool) -> Served:
+        def everywhere(ids: Tensor, plan: Plan, *, eagerly: bool, again: bool) -> Served:
             if not eagerly:
                 plan = fh.Plan(*(without_positions(each) for each in plan.entries))
-            return serve(ids, plan, eagerly=eagerly)
+            return serve(ids, plan, eagerly=eagerly, again=again)
 
         monkeypatch.setattr(engine, "serve", everywhere)
         found = engine.outcomes()

@@ -378,6 +378,31 @@ def test_a_compiled_model_breaks_the_graph_and_agrees() -> None:
     torch.testing.assert_close(request.acts["@gate.g"], eager.acts["@gate.g"])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by Dynamo
+def test_gradients_of_strengths_are_not_compiled() -> None:
+    own = copy.deepcopy(model())
+    embedded = own.get_input_embeddings()(IDS).detach().requires_grad_()
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Dot(UP)),
+        fh.on(f"{LAYERS}.1", fh.Scale(0.5), strength=fh.ramp("g", -3.0, 3.0)),
+    )
+    traces: list[str] = []
+
+    def noted(graph: Any, _inputs: Any) -> Any:
+        traces.extend(node.stack_trace or "" for node in graph.graph.nodes)
+        return graph.forward
+
+    gradients = []
+    for call in (own, torch.compile(own, backend=noted)):
+        embedded.grad = None
+        with plan.open(own):
+            call(inputs_embeds=embedded).logits.square().sum().backward()
+        gradients.append(embedded.grad)
+    torch.testing.assert_close(*gradients)
+    assert traces
+    assert not any("ferrohook/gates" in trace for trace in traces)
+
+
 def test_a_head_and_a_tuple_are_read() -> None:
     plan = fh.Plan(
         fh.gate("head", "@z.0.1", fh.Norm()),

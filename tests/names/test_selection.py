@@ -631,3 +631,12 @@ def test_scripted_and_compiled_modules(model: Model) -> None:
         pass
     compiled = torch.compile(model)
     assert list(select(compiled, "**.attn")) == [f"_orig_mod.{name}" for name in layers(".attn")]
+
+
+@pytest.mark.parametrize("what", ["layers.3", ["layers.3"], ("tied.tokens",)])
+def test_a_path_is_found_without_a_walk_through_the_model(
+    model: Model, what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = what if isinstance(what, str) else what[0]
+    monkeypatch.delattr("ferrohook.names.select._Tree")
+    assert select(model, what) == {path: model.get_submodule(path)}

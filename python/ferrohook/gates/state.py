@@ -10,6 +10,7 @@ import torch
 from ferrohook._core import GateReadings
 from ferrohook.errors import HookError
 from ferrohook.gates.aggregation import recorded
+from ferrohook.util.never_trace import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,3 +138,6 @@ class GateStates(GateReadings):
         device = next(each.device for each in found if each.requires_grad)
         strengths = ramp.of_tensor(torch.cat([each.to(device) for each in found]))
         return strengths.where(torch.tensor(acts, device=device), 0.0)
+
+
+never_trace(GateStates, "recorded_strengths", "native code calls it")

@@ -65,6 +65,8 @@ def select(
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "model must be")
+    if isinstance(what, list | tuple) and len(what) == 1 and isinstance(what[0], str):
+        (what,) = what  # plans have lists
     if isinstance(what, str) and (module := _module_at(model, what)) is not None:
         return _without_containers({what: module}, called)  # without walking the model
     key = _key(what)

@@ -41,6 +41,7 @@ _NOISE: Final = 2**-5
 _ALMOST: Final = 4 * _NOISE
 """Share of a row's length up to which a gate cannot tell two rows apart."""
 _SILENT: Final = "its hook never ran"
+_INFINITE: Final = "its rows, or the squares of their numbers, have NaN or infinities"
 _END: Final = "end"
 _NEW: Final = "new"
 """Labels of captures of the last module, and of the row of the first new token."""
@@ -59,13 +60,14 @@ class Served(NamedTuple):
 class Serve(Protocol):
     """Serves a request of the proof."""
 
-    def __call__(self, plan: Plan, *, eagerly: bool) -> Served:
-        """Serves a plan on the proof's prompt, with two new tokens.
+    def __call__(self, plan: Plan, *, eagerly: bool, again: bool) -> Served:
+        """Serves a plan on a prompt of the proof's length, with two new tokens.
 
         Args:
             plan: the plan.
             eagerly: in one piece, without graphs and compiled code; else under the engine's own
                 settings, in chunks.
+            again: on another prompt, for modules at which the first one came out wrong.
         """
         ...
 
@@ -140,6 +142,7 @@ class Proof:
         self._points = _points(modules)
         self.length = min(most, _MOST_MODULES + 2, len(self._points) + 2)
         """Tokens of the prompt: one for each module, and two before them."""
+        self._again = False
         self._known: dict[_Point, _EagerRows] = {}
         self._rounding = 0.0
         """Distance of the last module's rows in unchanged requests, eagerly and not."""
@@ -152,8 +155,19 @@ class Proof:
             HookError: no prompt is long enough.
         """
         self._serve = serve
+        found = self._proved(self._points)
+        # Rounding may send a row to other experts, say; what is wrong is wrong at other tokens too.
+        wrong = [point for point in self._points if any(found[point.name].values())]
+        self._again = True
+        for name, again in self._proved(wrong).items():
+            found[name] = {form: again[form] and reason for form, reason in found[name].items()}
+        return found
+
+    def _proved(self, points: Sequence[_Point]) -> dict[str, dict[str, str | None]]:
+        """Serves the requests for some modules; returns `Outcomes`."""
+        self._known = {}
         found: dict[str, dict[str, str | None]] = {}
-        for group in self._groups():
+        for group in self._groups(points):
             own: dict[_Point, dict[str, str | None]] = {point: {} for point in group}
             for form in (_captures, _changes, _gates):
                 # Unknown rows, and ints such as ids, are not changed: their capture decides.
@@ -165,10 +179,9 @@ class Proof:
                 found[point.name] = {form: outcome.get(form, missing) for form in FORMS}
         return found
 
-    def _groups(self) -> Iterator[list[_Point]]:
-        """Splits the modules into those of one request, and places them."""
-        waiting = self._points
-        end = waiting[-1].row_bytes if waiting else 0
+    def _groups(self, waiting: Sequence[_Point]) -> Iterator[list[_Point]]:
+        """Splits modules into those of one request, and places them."""
+        end = self._points[-1].row_bytes if waiting else 0
         while waiting:
             group: list[_Point] = []
             size = numbers = 0
@@ -209,10 +222,10 @@ class Proof:
         last = self._points[-1]
         end = keep(last.name, label=_END, at=slice(low, high + 1), **last.options)
         plan = Plan(*entries, end)
-        eager = self._serve(plan, eagerly=True)
+        eager = self._serve(plan, eagerly=True, again=self._again)
         if eager.error is not None:
             raise _FailedError(eager.error)
-        own = self._serve(plan, eagerly=False)
+        own = self._serve(plan, eagerly=False, again=self._again)
         if own.error is not None:
             raise _FailedError(own.error)
         return eager, own
@@ -284,6 +297,9 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
             found[point] = {"capture": f"{_SILENT}, eagerly too"}
             continue
         known = _EagerRows(_flat(rows), end, rows.dtype)
+        if not known.plain.square().sum().isfinite():  # neither a vector nor a direction
+            found[point] = {"capture": _INFINITE}
+            continue
         if rows.dtype.is_floating_point:
             proof.note(point, known)
         for taken in own.ranks:
@@ -335,14 +351,16 @@ def _gates(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, str 
         known = proof.known(point)
         before, here = known.before, known.here
         direction = here - before
-        at, options, name = point.at, point.options, f"g{number}"
+        at: Any = point.at
+        options, name = point.options, f"g{number}"
         if direction.norm() > _ALMOST * here.norm():
             threshold = ((direction @ before + direction @ here) / 2).item()
             reading: Any = Dot(direction)
             expected[point] = torch.stack([before, -here])
         else:
-            reading, threshold = Norm(), -1.0
-            expected[point] = torch.stack([-before, -here])
+            # True at both rows; the other is the one that the next module is checked at.
+            reading, threshold, at = Norm(), -1.0, point.position
+            expected[point] = torch.stack([before, -here])
         change = Scale(-1.0, **options)
         entries += [
             gate(name, point.name, reading, at=at, **options),

@@ -340,10 +340,10 @@ class _Engine:
             scheduler.max_num_scheduled_tokens = whole
         return sent
 
-    def prove(self, plan: Plan, length: int, *, eagerly: bool) -> Served:
+    def prove(self, plan: Plan, length: int, *, eagerly: bool, again: bool) -> Served:
         """Serves a request of the proof, see `Serve`."""
         self.forget()
-        known = _Known(self.prompts(length)[0], plan, _NEW, every_rank=True)
+        known = _Known(self.prompts(length)[again], plan, _NEW, every_rank=True)
         try:
             if eagerly:
                 call(self._core, "eagerly", int(eagerly))
