@@ -59,6 +59,18 @@ def test_a_slice_keeps_the_rows(model: nn.Sequential, dim: int, index: Any, keep
         plans.serve(plan)
 
 
+def test_dropped_plans_stay_open_for_their_requests(model: nn.Sequential) -> None:
+    x = torch.ones(3, WIDTH)
+    plain, plans = model(x), EnginePlans(model, size=2)
+    request = plans.serve(PLAN).open()
+    assert len(plans) == 1
+    plans.clear()
+    assert len(plans) == 0
+    with request:
+        torch.testing.assert_close(model(x), 2.0 * plain)
+    assert len(request.acts) == 1
+
+
 def test_a_request_is_queued_then_runs_then_has_ended_once(model: nn.Sequential) -> None:
     worker = Worker(model)
     request = worker.take("a", PLAN, 2)

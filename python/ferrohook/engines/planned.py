@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, cast
 
 from ferrohook.attach.attention import DIMENSIONS, is_point
@@ -66,6 +67,12 @@ class EnginePlans(PreparedPlans):
         self._values = values
         self._dim = dim
         self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+    def clear(self) -> None:
+        """Drops the plans that are prepared now; those of open requests close after them."""
+        with self._lock:
+            dropped, self._kept = self._kept, OrderedDict()
+        del dropped  # closed after the lock is released
 
     def serve(self, plan: Plan | Prepared) -> Prepared:
         """Returns the plan prepared for the model.

@@ -117,6 +117,7 @@ class EngineWorker:
     def admit_proved(self, outcomes: Outcomes) -> None:
         """Serves from now on only what a self-test found to be right, see `ModuleTable.proved`."""
         if self.served is not None:
+            self.served.plans.clear()  # the test's, with vectors as large as the model's
             self.served = self.served._replace(modules=self.served.modules.proved(outcomes))
 
     def refuse(self, reason: str) -> None:
