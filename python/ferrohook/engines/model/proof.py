@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ferrohook.effects.interventions import Add, Scale
-from ferrohook.errors import HookError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.gates.conditions import above
 from ferrohook.gates.readings import Dot, Norm
 from ferrohook.plans import Plan
@@ -106,6 +106,8 @@ class _EagerRows(NamedTuple):
     """Rows before and at the point's position, in float32."""
     end: Tensor
     """Row of the last module at the point's position."""
+    width: int
+    """Of its vectors, of which a row may have several: heads, for example."""
     dtype: torch.dtype
 
     @property
@@ -122,7 +124,13 @@ class _EagerRows(NamedTuple):
     def vector(self) -> Tensor:
         """A vector that is long next to the rows."""
         size = self.plain.abs().mean().item()
-        return (size or 1.0) * torch.linspace(-4, 4, self.plain.shape[-1])
+        return (size or 1.0) * torch.linspace(-4, 4, self.width)
+
+    @property
+    def changed(self) -> Tensor:
+        """The row at the point's position, with the vector added."""
+        vectors = self.here.reshape(-1, self.width)
+        return (vectors + self.vector.to(self.dtype).float()).flatten()
 
 
 _Form: TypeAlias = "Callable[[Proof, Sequence[_Point]], dict[_Point, dict[str, str | None]]]"
@@ -222,13 +230,16 @@ class Proof:
         last = self._points[-1]
         end = keep(last.name, label=_END, at=slice(low, high + 1), **last.options)
         plan = Plan(*entries, end)
-        eager = self._serve(plan, eagerly=True, again=self._again)
-        if eager.error is not None:
-            raise _FailedError(eager.error)
-        own = self._serve(plan, eagerly=False, again=self._again)
-        if own.error is not None:
-            raise _FailedError(own.error)
-        return eager, own
+        return self._served(plan, eagerly=True), self._served(plan, eagerly=False)
+
+    def _served(self, plan: Plan, *, eagerly: bool) -> Served:
+        try:
+            served = self._serve(plan, eagerly=eagerly, again=self._again)
+        except (HookError, HookTypeError, ValueError) as error:  # refused before it is scheduled
+            raise _FailedError(str(error)) from error
+        if served.error is not None:
+            raise _FailedError(served.error)
+        return served
 
     def end(self, rows: Mapping[str, Tensor], point: _Point, group: Sequence[_Point]) -> Any:
         """Returns the row of the last module at a position; None if it was not captured."""
@@ -296,7 +307,7 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
         if rows is None or end is None:
             found[point] = {"capture": f"{_SILENT}, eagerly too"}
             continue
-        known = _EagerRows(_flat(rows), end, rows.dtype)
+        known = _EagerRows(_flat(rows), end, rows.shape[-1], rows.dtype)
         if not known.plain.square().sum().isfinite():  # neither a vector nor a direction
             found[point] = {"capture": _INFINITE}
             continue
@@ -316,15 +327,14 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
 
 def _changes(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, str | None]]:
     """Checks the rows of a prompt with a vector added at the position of each module."""
-    vectors = {point: proof.known(point).vector for point in group}
     entries: list[Entry] = [
-        on(point.name, Add(vectors[point], **point.options), at=point.position) for point in group
+        on(it.name, Add(proof.known(it).vector, **it.options), at=it.position) for it in group
     ]
     eager, own = proof.both([*entries, *(point.kept for point in group)], group)
     found = {}
     for point in group:
         known = proof.known(point)
-        right = torch.stack([known.before, known.here + vectors[point].to(known.dtype).float()])
+        right = torch.stack([known.before, known.changed])
         wrong = known.plain
         end = proof.end(eager.ranks[0], point, group)
         steer, positions = [], []
@@ -353,7 +363,7 @@ def _gates(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, str 
         direction = here - before
         at: Any = point.at
         options, name = point.options, f"g{number}"
-        if direction.norm() > _ALMOST * here.norm():
+        if known.width == len(here) and direction.norm() > _ALMOST * here.norm():
             threshold = ((direction @ before + direction @ here) / 2).item()
             reading: Any = Dot(direction)
             expected[point] = torch.stack([before, -here])

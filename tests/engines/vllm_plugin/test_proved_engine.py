@@ -137,6 +137,35 @@ def check(llm: Any, models: Any, job: Job = JOB) -> None:
     job.check(models["llama"][1], Answer([*output.outputs[0].token_ids], acts), NEW)
 
 
+def test_rows_of_several_heads_pass(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    llm = start(tmp_path)
+    found = proved(llm)
+    assert "model.layers.0.self_attn.q_norm" in found  # (tokens, heads, width of a head)
+    assert all(outcome == RIGHT for outcome in found.values())
+    stop(llm)
+
+
+def test_a_module_whose_plans_are_refused_ahead_refuses_no_other(
+    models: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = self_test._Engine.prove
+
+    def refusing(self: Any, plan: fh.Plan, length: int, **how: Any) -> Any:
+        if any(entry.what == "model.layers.1" for entry in plan.entries):
+            msg = "on purpose"
+            raise fh.HookError(msg)
+        return serve(self, plan, length, **how)
+
+    worker = worker_of(compiled)
+    monkeypatch.setattr(worker, "served", worker.served)  # what it admits is forgotten
+    monkeypatch.setattr(plugin, "_front_ends", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(self_test._Engine, "prove", refusing)
+    found = proved(compiled)
+    assert found.pop("model.layers.1") == dict.fromkeys(FORMS, "on purpose")
+    assert all(outcome == RIGHT for outcome in found.values())
+
+
 def test_sites_pass_in_compiled_code(models: Any, compiled: Any) -> None:
     found = proved(compiled)
     assert [*found] == NAMES
