@@ -152,6 +152,7 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
     readings, values = dataclasses.replace(gate, over="token"), f"@gate.{gate.name}"
     plan = Plan(dataclasses.replace(entry, gate=readings), keep(values))
     least = gate.over.size if isinstance(gate.over, Window) else 1
+    aggregation = gate.aggregation()
     found: list[float] = []
     with plan.prepare(model) as prepared:
         for call in ModelCall.of(inputs, name).batches(1):
@@ -163,6 +164,6 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
             if len(read) < least:
                 found.append(-math.inf)
                 continue
-            each = gate.aggregation().values(read, counts)
+            each = aggregation.values(read, counts)
             found.append(float(torch.tensor(each, dtype=torch.float64).max()))
     return torch.tensor(found, dtype=torch.float64)

@@ -322,6 +322,17 @@ class HarvestJob:
         """Returns the id of a prompt's request."""
         return f"{self._prefix}{number}"
 
+    @staticmethod
+    def check_idle(running: Any) -> None:
+        """Validates that the engine runs no request: it has `running` ones.
+
+        Raises:
+            HookError: it does.
+        """
+        if running:
+            msg = "the engine runs other requests: wait until they are finished"
+            raise HookError(msg)
+
     @contextlib.contextmanager
     def settings(
         self, names: list[str], made_of: dict[str, Any], *, generates: bool

@@ -258,6 +258,7 @@ UNSEEN = 400
 def spoiling(repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An engine whose drafts are all wrong."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        # Its runner has no `drafter` whose drafts a test could replace.
         pytest.skip("the drafts of the model runner V2 come from a kernel")
     llm = start(repeating[0], speculative_config=speculative_config("ngram", repeating[0]))
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter

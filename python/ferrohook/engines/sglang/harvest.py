@@ -36,9 +36,7 @@ def collect_prompts(job: EngineJob) -> tuple[int, int]:
     """
     harvest = HarvestJob(job)
     _check_sampling(job.sampling)
-    if job.engine.tokenizer_manager.rid_to_state:
-        msg = "the engine runs other requests: wait until they are finished"
-        raise HookError(msg)
+    harvest.check_idle(job.engine.tokenizer_manager.rid_to_state)
     counts: tuple[int, int] = job.engine.loop.run_until_complete(
         _SchedulerRun(harvest, job.engine, job.sampling).collect()
     )

@@ -54,9 +54,7 @@ def collect_prompts(job: EngineJob) -> tuple[int, int]:
     """
     harvest, sampling = HarvestJob(job), _Sampling.of(job)
     engine = job.engine.llm_engine
-    if engine.has_unfinished_requests():
-        msg = "the engine runs other requests: wait until they are finished"
-        raise HookError(msg)
+    harvest.check_idle(engine.has_unfinished_requests())
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         msg = (
             "collect does not work with data parallelism: start an engine for each rank, and "

@@ -146,14 +146,9 @@ impl GateAggregation {
                 running.push(next);
             }
         }
-        let least = if let Over::Window(size) = self.over {
-            size
-        } else {
-            1
-        };
         let value = |count: &usize| {
             let count = *count;
-            if count == 0 || count < least {
+            if count < self.least() {
                 return f64::NAN;
             }
             match (self.over, self.by) {
@@ -167,6 +162,14 @@ impl GateAggregation {
             }
         };
         counts.iter().map(value).collect()
+    }
+
+    /// Number of readings without which a value is unknown.
+    pub fn least(&self) -> usize {
+        match self.over {
+            Over::Window(size) => size,
+            _ => 1,
+        }
     }
 
     /// Returns the result after a further reading.

@@ -31,7 +31,6 @@ pub struct RowReadings {
 }
 
 /// Readings of which values are made.
-#[derive(Default)]
 pub struct Counted {
     pub positions: Vec<Position>,
     pub readings: Vec<f64>,
@@ -224,12 +223,7 @@ fn counts_of(gate: &GateAggregation, read: &[Position], ends: &[i64]) -> Vec<usi
         }
     };
     let counts = ends.iter().map(count);
-    let least = if let Over::Window(size) = gate.over {
-        size
-    } else {
-        0
-    };
     counts
-        .map(|count| if count < least { 0 } else { count })
+        .map(|count| if count < gate.least() { 0 } else { count })
         .collect()
 }

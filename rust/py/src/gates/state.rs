@@ -13,7 +13,7 @@ use crate::error::hook_error;
 use crate::gates::aggregation::{GateAggregation, Over, shown};
 use crate::gates::readings::{Counted, Dropped, RowReadings};
 use crate::rows::at::At;
-use crate::rows::call_tokens::{CallTokens, RowTokens};
+use crate::rows::call_tokens::{CallTokens, RowTokens, last_of_prompt};
 use crate::rows::places::Position;
 
 /// Calls without a common KV cache whose readings a request stores for each gate.
@@ -115,9 +115,9 @@ impl GateReadings {
         Ok(self.values(py, gate, tokens)?)
     }
 
-    /// What the values of a gate at the tokens of a call are made of, for each of its rows: readings, the
-    /// same as tensors where they have a gradient, and for each value the number of readings up to its
-    /// token, 0 if it is unknown.
+    /// Parts of the values of a gate at the tokens of a call, for each of its rows: readings, the same as
+    /// tensors where they have a gradient, and for each value the number of readings up to its token, 0
+    /// if it is unknown.
     #[expect(clippy::type_complexity, reason = "a tuple for Python")]
     fn made_of(
         &self,
@@ -337,7 +337,7 @@ impl GateReadings {
 
     /// Notes that a sequence has ended; the first end after its prompt counts. `prompt`: its length.
     pub fn stop(&self, sequences: u64, stopped: Stopped, prompt: Option<i64>) {
-        let last = prompt.unwrap_or(1).max(1) - 1;
+        let last = last_of_prompt(prompt);
         let mut state = self.state.lock();
         let known = state.stopped.get(&(sequences, stopped.row));
         if known.is_none_or(|it| !(last..=stopped.position).contains(&it.position)) {

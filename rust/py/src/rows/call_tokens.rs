@@ -52,6 +52,11 @@ impl CallTokens {
     }
 }
 
+/// Returns the position of the last token of a prompt; 0 where its length is not known.
+pub fn last_of_prompt(length: Option<i64>) -> i64 {
+    length.unwrap_or(1).max(1) - 1
+}
+
 /// Tokens of one row that stand side by side.
 pub struct RowTokens<'a> {
     pub row: usize,
@@ -116,7 +121,7 @@ impl CallTokens {
 
     /// Returns those from the last token of each prompt on; all where that is not known.
     pub fn since_last_prompt(&self) -> Self {
-        let last = |row| self.prompt_of(row).unwrap_or(1).max(1) - 1;
+        let last = |row| last_of_prompt(self.prompt_of(row));
         let row_of = |place: usize| self.rows.as_ref().map_or(0, |rows| rows[place]);
         let kept = |place: &usize| self.positions[*place].0 >= last(row_of(*place));
         let kept: Vec<_> = (0..self.len()).filter(kept).collect();
