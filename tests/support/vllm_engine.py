@@ -86,6 +86,21 @@ def start(folder: Path, **options: Any) -> Any:
         raise
 
 
+def start_asynchronous(folder: Path, **options: Any) -> Any:
+    """Starts an engine that schedules ahead, which vLLM allows on GPUs only."""
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+
+    check = CpuPlatform.check_and_update_config
+
+    def checking(_platform: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(checking))
+        return start(folder, **options)
+
+
 def start_compiled(folder: Path, **options: Any) -> Any:
     """Starts an engine that runs Dynamo's graph, without Inductor and a warm-up."""
     with pytest.MonkeyPatch.context() as patch:

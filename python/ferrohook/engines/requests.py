@@ -77,6 +77,9 @@ class EngineRequest:
     """Drafts among the last rows that ran, until `decide` learns how many were accepted."""
     retried: int = dataclasses.field(init=False, default=0)
     """Tokens that it had when it had to run again; 0 if it never had to."""
+    waits: bool = dataclasses.field(init=False, default=False)
+    """True if it has to run again and has not begun: steps that were scheduled before do not
+    count."""
     error: BaseException | None = dataclasses.field(init=False, default=None)
     """Why its plan failed."""
     valid: int = dataclasses.field(init=False, default=0)
@@ -174,12 +177,14 @@ class EngineRequest:
             if self.gate_stream is not None:
                 self.gate_stream.take_back(tokens - 1)
 
-    def fail(self, error: BaseException) -> None:
-        """Ends it for a reason."""
-        self.error = error
-        self.valid = max(0, self.end - self.prompt_length)
+    def resume(self, tokens: int) -> None:
+        """Notes that it runs again after a preemption, with that many tokens, see `decide`."""
+        self.waits = False
+        if self.error is None and self.failure is not None:
+            self._reopen()
+        self.decide(tokens)
 
-    def reopen(self) -> None:
+    def _reopen(self) -> None:
         """Opens its plan anew after a failure, for a request all of whose tokens run again."""
         before = self.opened
         self.close()
@@ -190,6 +195,11 @@ class EngineRequest:
         if self._gated:
             # A gate with `lag` needs earlier readings; `decide` drops the ones of drafts.
             self.opened.gates = before.gates
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it for a reason."""
+        self.error = error
+        self.valid = max(0, self.end - self.prompt_length)
 
     def close(self) -> None:
         """Stops its hooks and captures."""

@@ -274,7 +274,7 @@ class EngineWorker:
             request = None if request_id is None else self.requests.get(request_id)
             drafts = 0 if request_id is None else len(self._drafts.get(request_id, ()))
             rows = int(count)
-            if request is not None and request.opened is not None:
+            if request is not None and request.opened is not None and not request.waits:
                 first = int(position)
                 request.run(first, rows, drafts)
                 span = Span(request.name, row, rows, first, request.prompt_length)
@@ -343,9 +343,7 @@ class EngineWorker:
             for request, span in members:
                 if (error := request.failure) is not None:
                     # Logits that were read are not computed again.
-                    if not request.reads_logits and self._runs_again(request):
-                        request.reopen()
-                    else:
+                    if request.reads_logits or not self._runs_again(request):
                         self.fail(request, error)
                 elif (
                     (stopped := request.stopped) is not None
@@ -364,6 +362,7 @@ class EngineWorker:
             if not request.drafts or tokens == request.retried:
                 return False
             request.retried = tokens
+            request.waits = True
             self._retried.add(request.name)
         return True
 

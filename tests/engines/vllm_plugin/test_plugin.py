@@ -48,10 +48,6 @@ def drafts(method: str, *, adaptive: bool = False) -> Any:
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
         ({"use_ubatching": True}, "microbatches"),
         (
-            {"speculative_config": drafts("eagle"), "async_scheduling": True},
-            "asynchronous speculative decoding",
-        ),
-        (
             {"speculative_config": drafts("draft_model", adaptive=True)},
             "adaptive verification of drafts",
         ),
@@ -81,9 +77,10 @@ def test_the_self_test_decides_on_other_settings(mode: str, refused: list[str]) 
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle"])
-def test_synchronous_drafts_are_served(method: str) -> None:
-    assert supported.refusals(config(speculative_config=drafts(method))) == {}
-    assert supported.refusals(config(async_scheduling=True)) == {}
+def test_drafts_are_served(method: str) -> None:
+    for ahead in (False, True):
+        found = config(speculative_config=drafts(method), async_scheduling=ahead)
+        assert supported.refusals(found) == {}
     compiled = config(speculative_config=drafts(method), mode=3)
     assert [*supported.refusals(compiled, has_sites=True)] == ["drafts in compiled engines"]
     parallel = config(speculative_config=drafts(method), tensor_parallel_size=2)

@@ -21,7 +21,18 @@ from support import serving
 from support.engines import Change, Job
 from support.prefix_jobs import BLOCK, border_jobs, first_changed
 from support.serving import wrong_answers
-from support.vllm_engine import EOS, VOCABULARY, WIDTH, Answer, sampling, serve, start, state, stop
+from support.vllm_engine import (
+    EOS,
+    VOCABULARY,
+    WIDTH,
+    Answer,
+    sampling,
+    serve,
+    start,
+    start_asynchronous,
+    state,
+    stop,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -271,11 +282,12 @@ GEMMA: dict[str, Any] = {
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}),
     ("gemma3", {"num_gpu_blocks_override": 48, "max_num_batched_tokens": 75}),
+    ("llama drafting ahead", {"num_gpu_blocks_override": 15, "max_num_batched_tokens": 48}),
 ]
 
 
 def saved(kind: str, folder: Path) -> Any:
-    if kind == "llama":
+    if kind != "gemma3":
         return serving.save_model(kind, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(serving.CONFIGS, kind, transformers.Gemma3TextConfig)
@@ -289,8 +301,13 @@ def small(
     """An engine with blocks for a few requests, and its model."""
     kind, options = request.param
     folder = tmp_path_factory.mktemp(kind)
-    model = saved(kind, folder)
-    llm = start(folder, **options)
+    model = saved(kind.partition(" ")[0], folder)
+    if "ahead" in kind:
+        # The model drafts for itself, without the plan.
+        drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+        llm = start_asynchronous(folder, speculative_config=drafts, **options)
+    else:
+        llm = start(folder, **options)
     yield llm, model
     stop(llm)
 
@@ -304,7 +321,7 @@ def test_random_plans_at_the_borders_of_blocks(
     small: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, model = small
-    jobs = drawn(request, 64)
+    jobs = drawn(request, 200)
     llm.reset_prefix_cache()
     watch = Watch(llm, jobs, monkeypatch)
     answers = serve(llm, jobs, seed=3)
@@ -326,7 +343,7 @@ def test_without_the_key_answers_are_wrong(
 ) -> None:
     """So the test before would find a key that is missing."""
     llm, model = small
-    jobs = drawn(request, 64)
+    jobs = drawn(request, 200)
     llm.reset_prefix_cache()
     monkeypatch.setattr(prefix_cache, "keys_of", lambda *_args: [])
     watch = Watch(llm, jobs, monkeypatch)
@@ -471,3 +488,15 @@ def test_a_whole_block_is_shared_with_the_step_that_fills_it() -> None:
     for tokens, shared in ((14, 0), (1, 15), (1, 15), (14, 30), (31, 61)):
         prefix_cache.share(cache.scheduler, cache.schedule(tokens), ())
         assert cache.shared == shared
+
+
+def test_a_block_waits_for_a_step_whose_drafts_a_plan_may_change() -> None:
+    """An engine that schedules ahead knows neither these tokens nor how many will be accepted."""
+    cache = Cache()
+    cache.plan.changed = 103
+    cache.request.spec_token_ids = []
+    cache.request.num_output_placeholders = 5
+    step = cache.schedule(100)
+    assert cache.shared == 0
+    prefix_cache.share(cache.scheduler, step, ())
+    assert cache.shared == 100

@@ -17,6 +17,7 @@ from ferrohook.engines import vllm
 from ferrohook.engines.requests import EngineRequest
 from ferrohook.engines.vllm import prefix_cache, steps
 from ferrohook.engines.vllm.plugin import connect
+from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.gates.streaming import GateStream
 from support import engine_scenes as scenes
 from support.engines import Job
@@ -40,6 +41,7 @@ from support.vllm_engine import (
     serve,
     serve_at_once,
     start,
+    start_asynchronous,
     state,
     stop,
 )
@@ -67,17 +69,27 @@ def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, save_repeating_model(folder)
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def method(request: pytest.FixtureRequest) -> str:
-    """Method of speculative decoding."""
+AHEAD = ("draft_model ahead", "eagle ahead")
+
+
+@pytest.fixture(scope="module", params=[*METHODS, *AHEAD])
+def scheduled(request: pytest.FixtureRequest) -> str:
+    """Method of speculative decoding, and "ahead" if the engine schedules asynchronously."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def drafting(method: str, repeating: tuple[Path, Any]) -> Iterator[Any]:
+def method(scheduled: str) -> str:
+    """Method of speculative decoding."""
+    return scheduled.partition(" ")[0]
+
+
+@pytest.fixture(scope="module")
+def drafting(scheduled: str, method: str, repeating: tuple[Path, Any]) -> Iterator[Any]:
     """An engine that drafts, with blocks for a few requests."""
     config = speculative_config(method, repeating[0])
-    llm = start(
+    begin = start_asynchronous if "ahead" in scheduled else start
+    llm = begin(
         repeating[0],
         speculative_config=config,
         num_gpu_blocks_override=11,
@@ -132,6 +144,25 @@ def test_readings_of_rejected_drafts_would_be_found(
     assert wrong_answers(repeating[1], plain, answers, NEW)
 
 
+@pytest.mark.parametrize("scheduled", AHEAD, indirect=True)
+def test_positions_of_the_host_would_be_found(
+    repeating: tuple[Path, Any],
+    drafting: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that schedules ahead assumes that all drafts are accepted."""
+    settle = RunnerWorker.settle_step
+
+    def settling(self: RunnerWorker, ids: Any, counts: Any, positions: Any, _exact: Any) -> None:
+        settle(self, ids, counts, positions, positions.tolist)
+
+    monkeypatch.setattr(RunnerWorker, "settle_step", settling)
+    jobs = [job for job in drawn(request) if not job.gated]
+    answers = unstreamed(drafting, jobs)
+    assert wrong_answers(repeating[1], jobs, answers, NEW)
+
+
 def unstreamed(llm: Any, jobs: list[Job]) -> dict[int, Answer]:
     """Serves requests that nobody reads along."""
     engine = llm.llm_engine
@@ -142,7 +173,8 @@ def unstreamed(llm: Any, jobs: list[Job]) -> dict[int, Answer]:
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                acts = vllm.activations(llm, output).acts
+                job = jobs[int(output.request_id)]
+                acts = vllm.activations(llm, output).acts if job.captures else {}
                 tokens = [*output.outputs[0].token_ids]
                 answers[int(output.request_id)] = Answer(tokens, acts)
     return answers
@@ -254,17 +286,24 @@ UNSEEN = 400
 """A token that is in no text."""
 
 
-@pytest.fixture
-def spoiling(repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(params=["ngram", "draft_model ahead"])
+def spoiling(
+    request: pytest.FixtureRequest, repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """An engine whose drafts are all wrong."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         # Its runner has no `drafter` whose drafts a test could replace.
         pytest.skip("the drafts of the model runner V2 come from a kernel")
-    llm = start(repeating[0], speculative_config=speculative_config("ngram", repeating[0]))
+    method, _, ahead = request.param.partition(" ")
+    begin = start_asynchronous if ahead else start
+    llm = begin(repeating[0], speculative_config=speculative_config(method, repeating[0]))
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    original = drafter.propose
 
-    def propose(_most: int, sampled: list[list[int]], *_args: Any, **_named: Any) -> Any:
-        return [[UNSEEN] * 2 if tokens else [] for tokens in sampled]
+    def propose(*args: Any, **named: Any) -> Any:
+        if ahead:
+            return original(*args, **named).fill_(UNSEEN)
+        return [[UNSEEN] * 2 if tokens else [] for tokens in args[1]]
 
     monkeypatch.setattr(drafter, "propose", propose)
     yield llm
@@ -363,6 +402,8 @@ def test_a_request_runs_again_once_for_each_token(
         prompts, "error"
     )
     assert 1 <= count.preempted <= 2
+    if spoiling.llm_engine.vllm_config.scheduler_config.async_scheduling:
+        return  # steps that it schedules ahead end the control too
     retry = steps.retry
 
     def reading(scheduler: Any, requests: Any) -> None:

@@ -113,8 +113,13 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
 
 
 def _end_of_rows(request: Any, tokens: int) -> int:
-    """Returns the position after the rows of a step, of which the last ones may be drafts."""
-    return tokens + len(request.spec_token_ids) if tokens == request.num_tokens else tokens
+    """Returns the position after the rows of a step, of which the last ones may be drafts.
+
+    At most: an engine that schedules asynchronously does not know all tokens of the steps before.
+    """
+    if tokens < request.num_tokens:
+        return tokens
+    return tokens + len(request.spec_token_ids) + int(request.num_output_placeholders)
 
 
 def share(scheduler: Any, scheduled: Any, failed: Collection[str]) -> None:

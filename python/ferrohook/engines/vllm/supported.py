@@ -20,7 +20,7 @@ CAPABILITIES: Final = Capabilities(
         "eager engines: any module that runs once per forward, and routes",
         "compiled engines: the outputs of the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
-        "eager engines: synchronous speculative decoding by ngram, suffix, draft models and EAGLE",
+        "eager engines: speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism, for modules that have the same tensors on all ranks",
         "compiled engines with piecewise CUDA graphs, for the sites that pass the self-test",
@@ -40,8 +40,6 @@ CAPABILITIES: Final = Capabilities(
         "context parallelism": "each worker has only some of the rows; not tested",
         "sequence parallelism": "each worker has only some of the rows; not tested",
         "microbatches": "a forward has only some of the rows; not tested",
-        "asynchronous speculative decoding": "the host learns too late which drafts were rejected, "
-        "so it does not know the positions of rows: start with async_scheduling=False",
         "adaptive verification of drafts": "only the device knows the rows of each request: start "
         "with enable_adaptive_verification=False in speculative_config",
         "drafts in compiled engines": "not tested",
@@ -118,8 +116,6 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         or parallel.prefill_context_parallel_size > 1,
         "sequence parallelism": bool(parallel.use_sequence_parallel_moe),
         "microbatches": bool(parallel.use_ubatching),
-        "asynchronous speculative decoding": drafts is not None
-        and bool(config.scheduler_config.async_scheduling),
         "adaptive verification of drafts": drafts is not None
         and bool(drafts.enable_adaptive_verification),
         "drafts in compiled engines": drafts is not None and bool(compilation.mode),

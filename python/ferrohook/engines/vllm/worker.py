@@ -38,7 +38,7 @@ from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrohook.engines.model.modules import SampledLogits
     from ferrohook.gates.streaming import GateValues
@@ -317,17 +317,44 @@ class RunnerWorker(EngineWorker):
     # --- steps -------------------------------------------------------------------------------
 
     def take_step(self, scheduled: Any) -> None:
-        """Takes over the drafts of a step, and how many of the earlier ones were accepted."""
+        """Takes over the drafts of a step, and the requests that resume after a preemption."""
         if self._config.speculative_config is None:
             return
         self._drafts = scheduled.scheduled_spec_decode_tokens
         cached = scheduled.scheduled_cached_reqs
         for name, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-            if (request := self.requests.get(name)) is not None:
-                request.decide(request.prompt_length + answered)
+            request = self.requests.get(name)
+            if request is not None and name in cached.resumed_req_ids:
+                request.resume(request.prompt_length + answered)
         for new in scheduled.scheduled_new_reqs:  # V2 resumes a preempted one as a new one
-            if (request := self.requests.get(new.req_id)) is not None and request.drafts:
-                request.decide(len(new.prefill_token_ids))
+            if (request := self.requests.get(new.req_id)) is not None and request.tokens:
+                request.resume(len(new.prefill_token_ids))
+
+    def settle_step(
+        self,
+        request_ids: Sequence[str],
+        counts: Sequence[int],
+        positions: Sequence[int],
+        exact: Callable[[], list[int]],
+    ) -> None:
+        """Takes the row map of the next forward, as `settle`.
+
+        Args:
+            request_ids: in order of their rows.
+            counts: rows of each.
+            positions: position of the first row of each, as the host knows it: an engine that
+                schedules asynchronously assumes that all drafts are accepted.
+            exact: returns the positions of the device, after the steps before have run there.
+        """
+        planned = [self.requests.get(name) for name in request_ids]
+        if self._config.scheduler_config.async_scheduling and any(
+            request is not None and request.drafts for request in planned
+        ):
+            positions = exact()
+        for request, position in zip(planned, positions, strict=True):
+            if request is not None:
+                request.decide(int(position) + 1)
+        self.settle(request_ids, counts, positions)
 
     def gate_values(self) -> dict[str, GateValues]:
         """Returns the values of gates that clients read along, by request, each value once."""
