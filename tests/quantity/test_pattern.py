@@ -44,7 +44,7 @@ def eager_weights(kind: str) -> tuple[Tensor, ...]:
         return weights
 
 
-def by_hand(  # noqa: PLR0913, PLR0917 (those of attention functions)
+def by_hand(  # noqa: PLR0913, PLR0917 (arguments of attention functions)
     module: nn.Module,
     query: Tensor,
     key: Tensor,

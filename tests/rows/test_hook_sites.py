@@ -1,4 +1,4 @@
-"""Sites without tables: what they do in a graph is what the hooks of a batch do without them."""
+"""Sites without tables: in a graph they do the same as the hooks of a batch without sites."""
 
 from __future__ import annotations
 

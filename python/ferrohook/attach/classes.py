@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _DYNAMO = "torch._dynamo"
 # A graph is compiled for the class that a module has while hooks are open, and again if that class
-# was collected in between. Classes that nobody can import again may go, with their generated ones.
+# was collected in between. Classes that cannot be imported again may go, with their generated ones.
 _KEPT: list[type] = []
 
 

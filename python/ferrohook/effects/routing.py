@@ -260,7 +260,7 @@ class BoundRoute(NamedTuple):
     """A route at the module that returns a block's experts."""
 
     hook: Route | Replay
-    """What the user registered."""
+    """The user's hook."""
     routed: RoutedIds
     routing: Routing
     at: Any = None

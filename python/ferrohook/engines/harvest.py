@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Read: TypeAlias = Callable[[int], tuple[Mapping[str, Tensor], Mapping[str, list[int]]]]
 
 AHEAD: Final = 2
-"""Requests that run or wait, in multiples of those that an engine runs at once."""
+"""Requests submitted ahead, in multiples of the number that an engine runs at once."""
 SHARE: Final = 8
 """Shards of the usual size that a store's `max_pending` has room for."""
 
@@ -109,7 +109,7 @@ class _StoredPrompt(NamedTuple):
 class Harvest:
     """Rows of finished prompts on their way into a store.
 
-    The length of a prompt is known from its start; that of a text once its client tells its end.
+    The length of a prompt is known when it starts, of a text only when its client reports the end.
     Rows wait for an eighth of the store's `max_pending`, then become a batch of the run, of whole
     prompts in order of their ends. The store's `put` blocks while too many bytes wait to be
     written, and the engine with it.
@@ -138,7 +138,7 @@ class Harvest:
         self.most_bytes = 0
         """Most bytes of rows that waited to become a batch."""
         self.taken = 0
-        """Prompts whose rows were taken, with those of their texts."""
+        """Prompts whose rows were taken, including the rows of their texts."""
         self.error: Exception | None = None
         """Why nothing is taken any more."""
 
@@ -405,7 +405,7 @@ class HarvestJob:
             taken: prompts whose rows the worker has stored.
 
         Raises:
-            HookError: these are not those that ran.
+            HookError: the worker has stored more or fewer prompts than ran.
         """
         if taken != self.ran:
             msg = f"{self.ran} prompts ran, but the worker has the rows of {taken}"

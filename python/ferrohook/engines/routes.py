@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 2**28
 _MOST_ARRIVING: Final = 2 * _MOST_BYTES
 """Bytes of all bodies that are on their way or being read at a time."""
 _MOST_HEADER: Final = 2**16
-"""Bytes of a body beside those of its tensors."""
+"""Most bytes of a body without its tensors."""
 _SHOWN: Final = 200
 """Characters of a name in an error."""
 _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
@@ -67,7 +67,7 @@ class EngineRoutes(ABC):
 
     @abstractmethod
     async def _uploaded(self) -> Uploads:
-        """Returns what was uploaded; 501 if plans are refused, with the reason."""
+        """Returns the uploads; 501 if plans are refused, with the reason."""
 
     @abstractmethod
     async def _send(self, data: bytes, digests: dict[str, str]) -> None:

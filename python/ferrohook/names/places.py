@@ -114,7 +114,7 @@ def hooks_at(
         places: by name.
         hook: for quantities an intervention, or a callable `hook(module, args, value)`.
         phase: of the hook on selected modules.
-        at: positions of tokens, which say what the rows of a route are for.
+        at: positions of the tokens that the rows of a route belong to.
 
     Raises:
         HookTypeError: a hook on a quantity is of another kind or for another phase, names an

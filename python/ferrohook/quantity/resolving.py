@@ -102,7 +102,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.multiplier,
         resolved.title,
         quantity.writable,
-        None if point == "pattern" else shape,  # it has that of the call
+        None if point == "pattern" else shape,  # its shape depends on the call
         resolved.head,
         quantity.stream_factor,
         quantity.routing,

@@ -658,7 +658,7 @@ def _watch(
 def _end_rows(
     local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[], Iterable[int]]
 ) -> None:
-    """Has a call of `generate` end rows: the next token of each is that of the sequence's end.
+    """Has a call of `generate` end rows: the next token of each is the end-of-sequence token.
 
     Args:
         local: its local variables: the lists of processors and criteria, which are made for it.

@@ -79,7 +79,7 @@ class Token:
     """Its row, and its column where rows have several tokens."""
     position: int
     sequence: Any
-    """What is the same for all tokens of its sequence, in all calls that go on with it."""
+    """Identifies the sequence: equal for all its tokens, in all calls that continue it."""
 
 
 @dataclass(eq=False)

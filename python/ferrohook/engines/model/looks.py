@@ -240,7 +240,8 @@ def _inside(
 ) -> dict[str, FoundHeads]:
     """Finds q, k, v and z where attention modules take and return them, and writes to each z.
 
-    By the path of the module around each, which is the sublayer, or of its own in a block.
+    Keys are the paths of the sublayers: of the module around the attention, or of the attention
+    itself if that module is the block.
     """
     writes = {ObservedTensor.output(path, None): noise(0.5) for path in sizes}
     changed = subject.look(writes) if writes else look

@@ -66,9 +66,9 @@ class ModuleInfo:
     refused: str | None = None
     """Reason why it cannot be hooked."""
     inputs: tuple[Tokens | None, ...] = ()
-    """Those of each positional argument; None for one without a row per token."""
+    """Widths and bytes of positional arguments; None for one without a row per token."""
     outputs: tuple[Tokens | None, ...] = ()
-    """Those of each part of an output that is no single tensor."""
+    """Widths and bytes of the parts of an output that is not a single tensor."""
     place: str | None = None
     """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
     dim: int = 0

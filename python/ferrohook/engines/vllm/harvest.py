@@ -68,7 +68,7 @@ class _Sampling(NamedTuple):
     """Sampling parameters of a run."""
 
     params: Any
-    """`SamplingParams`, those of the first prompt."""
+    """`SamplingParams` of the first prompt."""
     recorded: str | None
     """Changes from the defaults of vLLM; None if no text follows the prompts."""
 

@@ -33,7 +33,7 @@ TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp":
 
 
 class Entry(NamedTuple):
-    """What a sublayer takes of the stream."""
+    """Input of a sublayer from the stream."""
 
     sites: tuple[ObservedTensor, ...]
     """One, or several of a module that takes it more than once, as query, key and value."""

@@ -338,7 +338,7 @@ impl Frame {
             .inspect_err(|_| drop(self.life.attachments.release(py)))
     }
 
-    /// Takes out what is released on close, for `put_releases`.
+    /// Takes out the attachments that close would release, for `put_releases`.
     pub fn take_releases(&self) -> Releases {
         self.life.attachments.take()
     }
