@@ -379,8 +379,8 @@ def _check_rows(ids: Tensor, name: str) -> None:
             row = [int(each) for each in wrong.nonzero()[0]] if wrong.dim() else []
             shown = ids[tuple(row)].tolist()
             msg = (
-                f"{name}: a row has different experts, or only -1 for a token that is left to the "
-                f"router; row {row} {text}: {shown}"
+                f"{name}: a row must have distinct experts, or only -1 to leave its token to the "
+                f"router, but row {row} {text}: {shown}"
             )
             raise ValueError(msg)
 

@@ -196,7 +196,7 @@ class Prepared:
         """
         model = self.model
         if model is None:
-            msg = "the model of this prepared plan is gone"
+            msg = "the model of this prepared plan was garbage-collected: keep a reference to it"
             raise HookError(msg)
         return (_read_places if read else _find)(model, number, self.entries[number])
 
@@ -733,9 +733,9 @@ def _check_order(entries: Sequence[Entry], found: Sequence[Mapping[str, Place]])
         one, other = min(whole), min(some, default=0)
         if some and any(isinstance(entries[each], HookEntry) for each in whole + some):
             msg = (
-                f"entries {min(one, other)} and {max(one, other)} of the plan are on one pattern, "
-                "but only one of them has at=, so they would not run in the order of the plan: "
-                "give at= to both or to neither"
+                f"entries {min(one, other)} and {max(one, other)} of the plan use one attention "
+                "pattern, but only one of them has at=, so they would not run in the order of the "
+                "plan: give at= to both or to neither"
             )
             raise HookError(msg)
 

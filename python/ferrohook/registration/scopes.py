@@ -139,8 +139,8 @@ def innermost() -> Frame | None:
         return None
     if last.closed:
         msg = (
-            "the scope of this context was left elsewhere, together with its hooks: pass "
-            "scope='global' to register for all contexts, or pass another scope"
+            "the scope of this context was left in another context, and its hooks were removed: "
+            "pass scope='global' to register for all contexts, or pass another scope"
         )
         raise HookError(msg)
     return last
