@@ -283,7 +283,7 @@ class Job:
     def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
         """Asserts that an output equals the answer to the request alone.
 
-        The text is greedy if each token has the highest logit behind those before it.
+        The text is greedy if each token has the highest logit after the tokens before it.
         """
         text = output.generated_tokens
         assert output.error is None, output.error

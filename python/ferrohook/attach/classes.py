@@ -65,7 +65,7 @@ def common_subclass(
 
 
 def _stays(plain: type) -> bool:
-    """Tells whether a class is an attribute of its module, which outlives every instance."""
+    """Returns True if a class is an attribute of its module, which outlives every instance."""
     return getattr(sys.modules.get(plain.__module__), plain.__name__, None) is plain
 
 

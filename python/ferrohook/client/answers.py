@@ -38,7 +38,7 @@ class ServerInfo:
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
     capture_bytes: int | None
-    """Most bytes that one request may capture; None if the server does not tell."""
+    """Most bytes that one request may capture; None if the server does not report it."""
     modules: Mapping[str, ServedModule]
     """By name; empty if the server does not list them."""
     raw: Mapping[str, Any] = dataclasses.field(repr=False)

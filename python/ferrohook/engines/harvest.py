@@ -43,7 +43,7 @@ SHARE: Final = 8
 
 
 class HarvestSettings(NamedTuple):
-    """Contents of one run, as its client tells the worker."""
+    """Contents of one run, as its client sends them to the worker."""
 
     prefix: str
     """Start of its requests' ids, which go on with the number of the prompt and `-`."""
@@ -239,7 +239,7 @@ class Harvest:
         self._store.complete(run, number, fingerprint=digests, manifest=made_of)
 
     def close(self) -> None:
-        """Writes what waits and closes the store; `error` tells if that failed. Idempotent."""
+        """Writes waiting rows and closes the store; `error` has the reason if it fails. Idempotent."""
         try:
             if self.error is None and self._waiting_bytes:
                 self._write()

@@ -63,7 +63,7 @@ class EngineRoutes(ABC):
 
     @abstractmethod
     async def capabilities(self) -> dict[str, Any]:
-        """Tells what plans may do here; 501 if they are refused, with the reason."""
+        """Reports what plans may do here; 501 if they are refused, with the reason."""
 
     @abstractmethod
     async def _uploaded(self) -> Uploads:
@@ -196,7 +196,7 @@ class PlanGate:
     """Middleware that refuses plans, with 400, on routes that would ignore them.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         served: paths of the routes that serve plans, or refuse them on their own.
     """
 
@@ -206,7 +206,7 @@ class PlanGate:
 
     @classmethod
     def add(cls, app: FastAPI, served: Collection[str]) -> None:
-        """Adds it to an application, behind authentication and decompression."""
+        """Adds it to an application, inside authentication and decompression."""
         own = Middleware(cls, served=served)
         if all(each.cls != own.cls for each in app.user_middleware):
             app.user_middleware.append(own)

@@ -224,7 +224,7 @@ class Cosine(Reading):
         direction: as wide as the vectors, of any length but zero.
         projected: read `cos(h, tanh(P h))` instead, where `P` projects onto the direction: the form
             of conditional activation steering (CAST, arXiv 2409.05907), for its thresholds. It
-            does not tell a direction from its opposite.
+            reads the same for a direction and its opposite.
 
     Raises:
         HookTypeError: an argument has the wrong type or shape.

@@ -203,7 +203,7 @@ class Prepared:
     def _stacks(
         self, model: nn.Module, found: list[dict[str, Place]]
     ) -> dict[str, TokenStack | None]:
-        """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
+        """Returns the modules, by path, whose inputs give positions; None for one without them."""
         at = [number for number, entry in enumerate(self.entries) if entry.positioned]
         if at and self._positioned:
             return {"": None}
@@ -351,7 +351,7 @@ class Prepared:
                 `TimeoutError`. A request with a deadline cannot be entered.
             prompt: number of tokens of the prompt, those in a KV cache included; for calls with
                 several rows, one for each or one for all. For positions that refer to the prompt
-                where the call does not tell its end.
+                where the call does not show its end.
 
         Raises:
             HookError: the plan was closed, or its model is gone.

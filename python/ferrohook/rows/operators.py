@@ -31,7 +31,7 @@ _WIDER = {
 
 
 class Site(Protocol):
-    """A site: kernels on the CPU ask it for whom they run, those on a GPU tell it of a use."""
+    """A site: kernels on the CPU ask it whom they serve, kernels on a GPU notify it of a use."""
 
     index: Tensor
     """Row of the table for each row of the batch, on the CPU."""

@@ -280,7 +280,7 @@ class Sequences:
 
     Args:
         prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
-            caller did not tell.
+            caller did not pass them.
         accept: called with the number of tokens that have run and stay, and the id of their
             sequences: after each step of a generation with drafts, and where a cache was cut back.
     """

@@ -60,7 +60,7 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(llama: Any) -> Iterator[Any]:
-    """Comes behind all that use the scheduler of this process, whose settings it replaces.
+    """Runs after all tests that use the scheduler of this process, whose settings it replaces.
 
     Its end kills all children of this process, hence the separate file.
     """

@@ -160,14 +160,14 @@ def look_at(
 ) -> NamedTensors:
     """Proves the quantities of an engine's model, and has plans for it resolve their names.
 
-    An engine runs without them: a look that fails is logged, and its reason told to who asks.
+    An engine runs without them: a failed look is logged, and its reason reported with missing ones.
 
     Args:
         model: the engine's, loaded.
         forward: runs it for `OBSERVED_IDS`, alike each time.
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
-        places: hook points that see the stream behind blocks, by the names of these.
+        places: hook points that see the stream after blocks, by the names of the blocks.
         factor_of: returns the engine's factor of the output of the experts that
             a module chooses, where it does not multiply their weights.
 

@@ -70,7 +70,7 @@ class ModuleInfo:
     outputs: tuple[Tokens | None, ...] = ()
     """Widths and bytes of the parts of an output that is not a single tensor."""
     place: str | None = None
-    """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
+    """Name of a hook point that is hooked in its stead: it sees the stream after a layer."""
     dim: int = 0
     """Dimension of the rows in its tensors."""
     start: int = 0

@@ -181,9 +181,9 @@ def encode(info: dict[str, Any], index: int) -> None:
 
 
 def answered(response: Any, _serving: Any, request: Any, ret: Any, *_args: Any) -> Any:
-    """Behind the methods that build a response of the OpenAI routes: a field of each choice.
+    """Runs after methods that build responses of the OpenAI routes: adds a field to each choice.
 
-    Without captures it is empty: it tells that the plan was served.
+    Without captures the field is empty: it confirms that the plan was served.
     """
     if NAME not in (request.custom_params or ()) or not hasattr(response, "choices"):
         return None

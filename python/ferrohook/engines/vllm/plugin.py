@@ -477,7 +477,7 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
     _safely(None, prefix_cache.share, self, scheduler_output, unchecked)
     _safely(None, steps.note_gates, self, report.gates)
     steps.retry(self, report.retried)
-    # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
+    # Ended before the step's tokens are read: no text under a plan that failed, and none after the
     # token that a plan ends with.
     status, make = _named("v1.request", "RequestStatus"), _named("v1.engine", "EngineCoreOutput")
     at_once, later = steps.cut(self, output, report.stopped)

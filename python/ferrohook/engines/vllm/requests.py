@@ -314,7 +314,7 @@ class FrontEnd:
         Args:
             request_id: of the client, see `CapturingRequest`.
             choice: index of the answer.
-            may: tells whether who asks may have a ticket.
+            may: returns True if the client may have a ticket.
 
         Raises:
             KeyError: no such answer captured, or it was cancelled, or its captures were fetched.

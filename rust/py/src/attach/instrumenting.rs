@@ -344,7 +344,7 @@ pub fn release_when_unused(
 }
 
 /// Releases the attachments of global hooks on a module, if each of their hooks is removed;
-/// a copy, if it was instrumented for hooks alone.
+/// a copy, if it was instrumented only for hooks.
 #[pyfunction]
 pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
     if has_hooks_elsewhere(module)? {

@@ -29,7 +29,7 @@ pub struct FrameId(u64);
 impl Default for FrameId {
     fn default() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: uniqueness needs atomicity alone.
+        // Relaxed: uniqueness needs only atomicity.
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }

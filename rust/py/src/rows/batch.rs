@@ -366,8 +366,8 @@ impl BatchBase {
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
-        // A batch that is refused begins none. One that was interrupted as it began is closed, as in
-        // entering it alone: it would record nothing.
+        // If the batch is refused, no member has started. A member whose start was interrupted is
+        // closed, as when it is entered by itself: it would record nothing.
         for member in &this.members {
             let frame = member.frame.bind(py);
             Frame::begin(frame).inspect_err(|_| {
