@@ -140,7 +140,7 @@ class Harvest:
         self.taken = 0
         """Prompts whose rows were taken, including the rows of their texts."""
         self.error: Exception | None = None
-        """Why nothing is taken any more."""
+        """Reason why no more rows are taken."""
 
     def number_of(self, request_id: object) -> int | None:
         """Returns the number of a request's prompt, by the engine's id; None if it has none."""
@@ -239,7 +239,7 @@ class Harvest:
         self._store.complete(run, number, fingerprint=digests, manifest=made_of)
 
     def close(self) -> None:
-        """Writes waiting rows and closes the store; `error` has the reason if it fails. Idempotent."""
+        """Writes waiting rows and closes the store; a failure is the `error`. Idempotent."""
         try:
             if self.error is None and self._waiting_bytes:
                 self._write()

@@ -85,7 +85,7 @@ class Scope(Frame):
         return wrapped
 
     def close(self) -> None:
-        """Closes the scope, wherever it is entered; its hooks do not fire any more."""
+        """Closes the scope, wherever it is entered; its hooks never fire again."""
         self._close()
 
     def __repr__(self) -> str:
