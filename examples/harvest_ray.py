@@ -184,7 +184,7 @@ class EngineHarvester(Harvester):
         return [ids[: self.longest] for ids in self.tokenizer(part.lines)["input_ids"]]
 
     def collect(self, part: Part, store: fh.data.LocalStore) -> None:
-        """Has the engine's worker write the missing prompts of a part."""
+        """Makes the engine's worker write the missing prompts of a part."""
         fh.collect(self.llm, self.prompts(part), self.names, store, progress=False)
 
 

@@ -149,7 +149,7 @@ def is_point(module: nn.Module) -> bool:
 
 
 def hold(point: AttentionPoint) -> None:
-    """Has a tensor pass a point that was instrumented, until it is restored.
+    """Makes a tensor pass a point that was instrumented, until it is restored.
 
     Raises:
         HookError: the transformers library is not loaded, or has no `AttentionInterface`.

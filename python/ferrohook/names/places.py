@@ -208,7 +208,7 @@ class Written:
 
     @property
     def refuses_positions(self) -> str | None:
-        """Why it cannot change only some positions; None if it can."""
+        """Reason why it cannot change only some positions; None if it can."""
         place = self._place
         if not place.inputs and place.part is None:
             return None

@@ -377,7 +377,7 @@ class Prepared:
         return request
 
     def _close_with(self, request: Request) -> None:
-        """Has it closed when a request is."""
+        """Closes the plan when a request closes."""
         self._attachment.release_with(request)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class Rewound(torch.Generator):
 
 
 def with_seeds(llm: Any, patch: pytest.MonkeyPatch) -> None:
-    """Has a CPU's V1 runner take requests with seeds whose prompts come in chunks."""
+    """Makes a CPU's V1 runner take requests with seeds whose prompts come in chunks."""
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.model_runner
     if not hasattr(runner, "_sample"):

@@ -118,7 +118,7 @@ def proved(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def replaying(llm: Any, *cuts: str, lost: int | None = None) -> Iterator[Graphs]:
-    """Has the steps of an engine replay graphs; the admitted modules are restored at exit."""
+    """Makes the steps of an engine replay graphs; the admitted modules are restored at exit."""
     wrapper = llm.llm_engine.model_executor.driver_worker
     runner, worker = wrapper.worker.model_runner, wrapper.ferrohook
     with pytest.MonkeyPatch.context() as patch:

@@ -316,7 +316,7 @@ class Oracle:
         return ended, seen
 
     def _move(self, positions: tuple[Any, ...]) -> None:
-        """Has the batch run the tokens at some positions."""
+        """Makes the batch run the tokens at some positions."""
         self.positions = positions
         for each in self.live:
             owner = self.owners[each]

@@ -225,7 +225,7 @@ def _check_numbers(findings: Findings) -> None:
 def _multiply_weights(
     model: nn.Module, findings: Findings, factor_of: Callable[[nn.Module], float]
 ) -> None:
-    """Has weights of experts contain the engine's factor of their output."""
+    """Makes weights of experts contain the engine's factor of their output."""
     for each in findings.proved:
         kind = kind_of(each.name)
         if kind == "expert_weights":

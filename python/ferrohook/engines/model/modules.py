@@ -37,7 +37,7 @@ Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 """Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
 Outcomes: TypeAlias = "Mapping[str, Mapping[str, str | None]]"
-"""Why a form of plan is refused, by module and form; None where the self-test found it right."""
+"""Reason why a form of plan is refused, by module and form; None where it passed."""
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
@@ -77,7 +77,7 @@ class ModuleInfo:
     """When its call starts in the observed forward, counted in starts and ends of calls."""
     end: int = 0
     proof: Mapping[str, str | None] | None = None
-    """Why a form of plan is refused, by form, None where it was right; None before a self-test."""
+    """Reason why a form of plan is refused, by form (None: it passed); None before a self-test."""
 
     def index(self, name: str, index: Any) -> Any:
         """Returns the `output_index` that an entry means.

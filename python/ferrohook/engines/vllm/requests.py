@@ -232,7 +232,7 @@ class FrontEnd:
                 ticket.engine_id = request.request_id
 
     def read(self, engine_id: str, values: GateValues) -> None:
-        """Has values of gates go with the next event of a request's answer."""
+        """Makes values of gates go with the next event of a request's answer."""
         with self._lock:
             ticket = self._running.get(engine_id)
         if ticket is not None and (answer := streams.get(ticket.stream)) is not None:

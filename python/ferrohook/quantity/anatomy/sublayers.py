@@ -353,16 +353,16 @@ def _seen_inputs(calls: Iterable[ModuleCall], value: int) -> tuple[ObservedTenso
 
 
 class Experiments(NamedTuple):
-    """Looks in which what each sublayer takes is changed."""
+    """Looks in which the input of each sublayer is changed."""
 
     some: Look
-    """At some tokens."""
+    """Changes at some tokens."""
     others: Look
-    """At all others."""
+    """Changes at all other tokens."""
     both: Look
-    """At all, as in the two."""
+    """The changes of `some` and of `others`."""
     same: Look
-    """All tokens are equal; the stream itself is another, which only an entry should read."""
+    """Equal tokens; the stream itself is another, which only an entry should read."""
 
 
 class Triples(NamedTuple):
@@ -372,7 +372,7 @@ class Triples(NamedTuple):
     second: Look
     both: Look
     exchanged: Look
-    """Both, and of the last three each of the two takes the place of the other."""
+    """The changes of both, with the two changed tokens of the last three exchanged."""
 
 
 class Classifier:

@@ -229,7 +229,7 @@ impl BatchBase {
         self.positions.lock().as_ref()?.columns
     }
 
-    /// Has sites serve the plans of the members: their hooks fire in no call, except of modules in
+    /// Makes sites serve the plans of the members: their hooks fire in no call, except of modules in
     /// `outside`, by the ids of their registries. `copies`: what hooks capture is copied, as the memory
     /// is written later.
     ///
@@ -247,7 +247,7 @@ impl BatchBase {
         })
     }
 
-    /// Has its `_attach` called as it is entered, which no interrupt leaves half-done.
+    /// Makes entering it call `_attach`, which no interrupt leaves half-done.
     fn _attach_as_entered(&self) {
         self.attaches.store(true, Ordering::Relaxed);
     }

@@ -137,7 +137,7 @@ impl<'py> Memory<'py> {
     }
 }
 
-/// Has torch reduce a tensor by a function of `ferrohook.detectors.reductions`. Returns a tuple, None for a
+/// Makes torch reduce a tensor by a function of `ferrohook.detectors.reductions`. Returns a tuple, None for a
 /// tensor without numbers, or an object to await the tuple from.
 pub fn reduce<'py>(function: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let reductions = tensor.py().import("ferrohook.detectors.reductions")?;
