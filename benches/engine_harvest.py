@@ -82,7 +82,7 @@ class Ways:
         return self._ended(begin)
 
     def worker(self) -> float:
-        """Has the worker store its captures."""
+        """Makes the worker store its captures."""
         prompts = self._prompts()
         begin = time.monotonic()
         with fh.data.LocalStore(self._folder) as store:

@@ -149,7 +149,7 @@ def without(llm: Any, run: Callable[[], Round]) -> Round:
 
 
 def measure(llm: Any, plans: list[Any], system: Sequence[int] = (), new_tokens: int = NEW) -> Round:
-    """Measures the steps that serve requests with these plans, behind a system prompt."""
+    """Measures the steps that serve requests with these plans, after a system prompt."""
     from ferrohook.engines.vllm import activations  # noqa: PLC0415
     from support.vllm_engine import sampling  # noqa: PLC0415
 

@@ -75,8 +75,8 @@ RESULTS = {
         "48 layers kept, a request for each call / 48 layers, a list by PyTorch's hooks",
         "48 layers, 10,000 plans prepared / 48 layers, no plans",
     ),
-    "**Capturing costs less than by other libraries.** 48 layers captured, the capture opened in\n"
-    "  each call, take {} of nnsight's time and {} of TransformerLens'.": (
+    "**Capturing costs less than with other libraries.** 48 layers captured, the capture opened\n"
+    "  in each call, take {} of nnsight's time and {} of TransformerLens'.": (
         CAPTURED.format("nnsight"),
         CAPTURED.format("TransformerLens"),
     ),

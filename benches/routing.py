@@ -87,7 +87,7 @@ def main(texts: int = TEXTS) -> None:
 
     engines: dict[str, Compute] = {"vLLM": in_vllm, "transformers": in_transformers}
     print(f"{texts} texts of {PROMPT + NEW} tokens, bfloat16; {SIZES}")
-    print(f"| | routers | tokens | KL | ratio above {RATIO:g} |")
+    print(f"| | decisions | tokens | KL | ratio above {RATIO:g} |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, other in (("vLLM", "transformers"), ("transformers", "vLLM")):
         first = engines[name](written, [fh.Plan(KEPT)] * texts)

@@ -4,7 +4,7 @@
 
 The input, one text per line, is cut into parts, always in the same way. Each part is a `LocalStore`
 below `--out`, written by one of Ray Data's actors. So the files have the same bytes whichever actor
-wrote them, also with `--actors 0`: this process alone, without Ray. After any interruption the same
+wrote them, also with `--actors 0`: only this process, without Ray. After any interruption the same
 command resumes: it recomputes missing batches, including those whose files were deleted. With
 another input, model, selection or size it is refused.
 
@@ -180,11 +180,11 @@ class EngineHarvester(Harvester):
 
     def prompts(self, part: Part) -> list[list[int]]:
         """Returns the token ids of a part's lines."""
-        # Not cut by the tokenizer, which vLLM tells to drop the beginning.
+        # Not cut by the tokenizer, which vLLM configures to drop the beginning.
         return [ids[: self.longest] for ids in self.tokenizer(part.lines)["input_ids"]]
 
     def collect(self, part: Part, store: fh.data.LocalStore) -> None:
-        """Has the engine's worker write the missing prompts of a part."""
+        """Makes the engine's worker write the missing prompts of a part."""
         fh.collect(self.llm, self.prompts(part), self.names, store, progress=False)
 
 

@@ -56,7 +56,7 @@ INTRODUCTION = """\
   plan is JSON: `to_json`, `from_json`.
 - `fh.hooks(model)` lists the global hooks, `fh.clear(model)` removes them.
 - Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
-  what was expected; fh.errors has all of them.
+  the expected type; fh.errors has all of them.
 - Pages: choosing.md, tutorial.md, recipes/, hooked-module.md, quantities.md, plans.md, rows.md,
   threads.md, serving.md, deploying.md, contract.md, reference.md.
 """

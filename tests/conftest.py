@@ -98,7 +98,7 @@ def switch_often() -> Iterator[None]:
 
 @pytest.fixture
 def collect_cheaply() -> None:
-    """Has collections in a test skip all earlier objects."""
+    """Makes collections in a test skip all earlier objects."""
     gc.collect()
     gc.freeze()
 
@@ -115,7 +115,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Has collections in tests skip imported objects: a million took half a second."""
+    """Makes collections in tests skip imported objects: a million took half a second."""
     gc.collect()
     gc.freeze()
 

@@ -388,7 +388,7 @@ def generated_position(system: type[System], outcome: Outcome) -> None:
     "TransformerLens#909, nnbench: names that mean another tensor in another model",
 )
 def contributions(system: type[System], outcome: Outcome) -> None:
-    """Sums contributions up to the stream behind a layer."""
+    """Sums contributions up to the stream after a layer."""
     for kind, number in itertools.product(FAMILIES, range(2)):
         try:
             found = system(folder_of(kind)).contributions(ids_of(number))

@@ -314,7 +314,7 @@ def memory() -> dict[str, Sampler]:
     def add(name: str, call: Callable[[torch.Tensor], object], *shape: int) -> None:
         x = torch.randn(*shape, WIDTH)
         with torch.no_grad():
-            call(x)  # what is made once
+            call(x)  # fills the caches
         size = x.numel() * x.element_size()
         copies[name] = lambda _seconds: peak(lambda: call(x)) / size
 

@@ -165,7 +165,7 @@ def embedding(service: Service) -> APIRouter:
         responses={status: {"model": Refusal} for status in (408, 413, 422, 500, 503, 504)},
     )
     async def embed(body: EmbedRequest, request: Request) -> Response:
-        """Embeddings of texts; the plan and the counts are this request's alone."""
+        """Embeddings of texts; the plan and the counts apply only to this request."""
         client = request.client.host if request.client else None
         # `fail_after` ends waiting, `deadline` the computation.
         with anyio.fail_after(seconds), deadline(seconds):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LimitBody:
     """Middleware that refuses bodies of more than `max_bytes` or that take more than `seconds`.
 
-    Whoever reads the body gets the `HTTPException`, which FastAPI answers with.
+    Reading the body raises the `HTTPException`, with which FastAPI answers.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float) -> None:

@@ -46,7 +46,7 @@ Text: TypeAlias = Annotated[str, StringConstraints(max_length=20_000)]
 
 
 class EmbedRequest(_Strict):
-    """Texts to embed, with a plan and counts for this request alone."""
+    """Texts to embed, with a plan and counts for only this request."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     plan: PlanField = Field(default_factory=Plan)

@@ -149,7 +149,7 @@ class Mixer(nn.Conv1d):
 
 
 class ScaledBlock(nn.Module):
-    """Block that multiplies the stream before each sum, or normalises it behind the last."""
+    """Block that multiplies the stream before each sum, or normalises it after the last."""
 
     def __init__(self, factors: tuple[float, float], norm: type[nn.Module]) -> None:
         super().__init__()

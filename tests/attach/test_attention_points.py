@@ -203,7 +203,7 @@ def test_gradients_arrive_at_points_and_are_written(llama: Any) -> None:
     assert all(bool(gradient.abs().sum() > 0) for gradient in got.values())
 
 
-# --- What is left alone -------------------------------------------------------------------------
+# --- Left unchanged -----------------------------------------------------------------------------
 
 
 def test_the_function_is_replaced_while_a_point_is_hooked_and_no_longer(llama: Any) -> None:

@@ -280,7 +280,7 @@ def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
     assert main(argv) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
     assert all("(1, 6, 384)" in found[f"encoder.layer.{n}"]["details"] for n in range(6))
-    # Of a tokenizer's tensors the model gets those that its forward names.
+    # The model gets only the tokenizer's tensors that its forward names.
     monkeypatch.setattr(transformers.BertModel, "forward", _forward_of_ids)
     assert main(argv) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["embeddings"]["details"].startswith("(1, 6, 384)")

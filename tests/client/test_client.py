@@ -205,7 +205,7 @@ def test_a_plan_as_json_names_uploaded_vectors(server: PlannedServer, client: Cl
 
 
 def test_a_plan_names_an_uploaded_dictionary(server: PlannedServer, client: Client) -> None:
-    """The client sends it once: the server tells the digest of what it has."""
+    """The client sends it once: the server reports the digests of its dictionaries."""
     sae = dictionary_of("relu", width=WIDTH, name="sae/1", max_activations=torch.ones(D_SAE))
     for _ in range(2):
         client.put_dictionaries([sae])

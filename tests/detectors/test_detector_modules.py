@@ -72,7 +72,7 @@ def test_the_first_module_with_nan_is_named(model: nn.Sequential) -> None:
     assert detector.first is None
     with fh.register(model, "**", detector):
         model(torch.ones(2))
-    # The innermost returns first; `named_modules` has it behind its parents.
+    # The innermost returns first; `named_modules` has it after its parents.
     assert detector.first == "broken.0"
     affected = {name: each.snapshot()["affected"] for name, each in detector.modules.items()}
     assert affected == {"": 1, "early": 0, "broken": 1, "broken.0": 1, "late": 1}

@@ -382,7 +382,7 @@ def test_only_snapshot_waits_for_the_gpu() -> None:
     module.register_forward_hook(non_finite)
     module.register_forward_hook(norm)
     module(x)
-    calls = 10  # of some 40 kernels each: launching waits for the GPU behind about 1,000
+    calls = 10  # of some 40 kernels each: launching waits for the GPU after about 1,000
     # Pinning memory waits too: pinned here, and reused.
     for size in (2, 6):
         pinned = [torch.empty(size, dtype=torch.float64, pin_memory=True) for _ in range(calls)]

@@ -427,7 +427,7 @@ def test_integers_and_complex_numbers_are_refused() -> None:
 def test_a_dictionary_without_a_place_does_not_mean_all_modules() -> None:
     dictionary = dictionary_of("relu")
     assert dictionary.reads is None
-    with pytest.raises(HookTypeError, match="name its place, not None"):
+    with pytest.raises(HookTypeError, match="name its module or quantity, not None"):
         fh.on(dictionary.reads, fh.Feature(dictionary, 3, set=1.0))
-    with pytest.raises(HookTypeError, match="name its place, not None"):
+    with pytest.raises(HookTypeError, match="name its module or quantity, not None"):
         fh.keep(dictionary.reads, features=dictionary, top=2)

@@ -42,7 +42,7 @@ def analyses(names: Names) -> None:
     model, clean, corrupted, effects = (
         names[name] for name in ("model", "clean", "corrupted", "effects")
     )
-    # What the last layer says at the last position is the answer.
+    # Patching the last layer at the last position restores the clean answer completely.
     assert effects["@resid_post.29"][-1] == pytest.approx(1, abs=1e-4)
     logits, lens, words = model(clean).logits[0, -1], names["lens"], names["lens"].texts()
     assert effects.scores == {

@@ -90,7 +90,7 @@ def test_rows_run_again_replace_and_later_ones_are_cut_off(model: nn.Sequential)
     worker = Worker(model)
     request = worker.take("a", PLAN)
     x = torch.randn(6, WIDTH)
-    for position, rows in ((0, 3), (0, 2), (2, 2), (4, 1), (5, 1)):  # the last: behind a stop
+    for position, rows in ((0, 3), (0, 2), (2, 2), (4, 1), (5, 1)):  # the last: after a stop
         inputs = torch.cat([torch.zeros(1, WIDTH), x[position : position + rows], x[:1]])
         with worker.step((None, 7, 1), ("a", position, rows), padding=1):
             output = model(inputs)

@@ -45,7 +45,7 @@ def test_a_function_may_name_any_position() -> None:
 
 
 def prefix(*entries: Any, reach: CacheReach = CAUSAL) -> tuple[int | None, int | None]:
-    """Returns what a plan changes and reads first."""
+    """Returns the first positions that a plan changes and reads."""
     found = prefix_of(fh.Plan(*entries), PROMPT, TABLE, reach)
     return found.changed, found.read
 

@@ -258,7 +258,7 @@ def test_a_row_of_another_expert_is_admitted_if_other_prompts_agree(
 
 
 class Behind(nn.Module):
-    """Gets what a function makes of the hidden states."""
+    """Applies a function to the hidden states first."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def without_positions(entry: Any) -> Any:
 def test_without_the_comparison_all_of_it_is_admitted(
     model: Model, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    """Control: nothing but the comparison refuses what is wrong."""
+    """Control: only the comparison refuses wrong modules."""
     monkeypatch.setattr(proof, "_differs", lambda *_: None)
     monkeypatch.setattr(Proof, "reaches", lambda *_: None)
     if setting == "python":

@@ -75,7 +75,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Layer whose output is a pair, with norms behind its parts if `sandwich`."""
+    """Layer whose output is a pair, with norms after its parts if `sandwich`."""
 
     def __init__(self, sandwich: bool, factor: float) -> None:
         super().__init__()

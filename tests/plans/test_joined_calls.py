@@ -53,7 +53,7 @@ def alone(model: Any, text: Tensor, padding: int) -> Tensor:
 
 
 def expected(model: Any, texts: Tensor, lengths: list[int], by_hand: Any) -> tuple[Tensor, Any]:
-    """Rows of the tokens of each sequence, one behind the other, and their positions."""
+    """Rows of the tokens of each sequence, one after the other, and their positions."""
     rows, positions = [], []
     for text, length in zip(texts, lengths, strict=True):
         padding = texts.shape[1] - NEW - length

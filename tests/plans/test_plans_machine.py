@@ -194,7 +194,7 @@ def key_of(entry: On, rank: int) -> tuple[int, bool, int]:
 
 
 def neighbours(entries: list[On | Keep], place: int, name: str) -> tuple[list[Any], list[Any]]:
-    """The keys of the changes of a module ahead of a capture of it and behind it, as they stand."""
+    """The keys of the changes of a module before and after a capture of it, as they stand."""
     capture = entries[place]
     assert isinstance(capture, Keep)
     phase = "forward_pre" if capture.options.get("inputs") else "forward"
@@ -270,7 +270,7 @@ class Run:
                     if isinstance(entry, On):
                         key: Any = key_of(entry, rank)
                     elif behind := neighbours(opened.entries, place, name)[1]:
-                        # Just ahead of the first change behind it; of its priority, or of the one
+                        # Just ahead of the first change after it; of its priority, or of the one
                         # above if that change goes ahead of all its changes.
                         priority, appended, _ = min(behind)
                         key = (priority if appended else priority - 1, True, rank)

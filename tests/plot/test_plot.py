@@ -179,7 +179,7 @@ def test_a_pattern_has_its_queries_down_and_its_keys_across() -> None:
     ax = fh.plot.attention(pattern, tokens=words)
     assert torch.equal(shown(ax), pattern.double())
     assert labels(ax.get_xticklabels()) == words
-    assert labels(ax.get_yticklabels()) == ["c", "d"]  # the last, as behind a cache
+    assert labels(ax.get_yticklabels()) == ["c", "d"]  # the last, as with a cache
     assert ax.images[0].get_clim() == (0, 0.75)
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("attention", "key", "query")
     other = fh.plot.attention(pattern, tokens=words, queries=["x", "y"])

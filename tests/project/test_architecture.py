@@ -63,7 +63,7 @@ def find_cycle(arrows: Arrows) -> list[str]:
 
 
 def wrong_arrows(arrows: Arrows, units: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """Arrows to a room that stands behind the user's own."""
+    """Arrows to a room that comes after the user's own."""
     return [
         f"{user} -> {used}"
         for user, targets in arrows.items()
@@ -332,7 +332,7 @@ def test_wrong_arrows_are_found() -> None:
 # --- Rust ----------------------------------------------------------------------------------------
 
 RUST = ROOT / "rust"
-# Line by line: a string of ours has no `//` in it that a path stands behind.
+# Line by line: no string of ours has a path after `//`.
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # They stand at the end, and their `super` is the file itself.
 INLINE_TESTS = re.compile(r"#\[cfg\(test\)\]\s*mod \w+ \{.*", re.DOTALL)

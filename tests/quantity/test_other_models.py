@@ -274,7 +274,7 @@ def test_a_model_that_recorded_hidden_states_before() -> None:
 
 
 class Bounded(nn.Module):
-    """An MLP with a norm inside and a norm behind: to a large input it adds nearly nothing."""
+    """An MLP with a norm inside and a norm after it: to a large input it adds nearly nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def eager_weights(kind: str) -> tuple[Tensor, ...]:
         return weights
 
 
-def by_hand(  # noqa: PLR0913, PLR0917 (those of attention functions)
+def by_hand(  # noqa: PLR0913, PLR0917 (arguments of attention functions)
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -362,7 +362,7 @@ def test_in_a_batch_each_request_has_its_own_queries() -> None:
 
 def test_entries_at_positions_and_on_all_of_a_pattern_have_no_order_and_are_refused() -> None:
     plan = fh.Plan(fh.on("@pattern.1", fh.Zero(), at=2), fh.keep("@z.1"), fh.keep("@pattern.*"))
-    with pytest.raises(fh.HookError, match=r"entries 0 and 2 of the plan are on one pattern"):
+    with pytest.raises(fh.HookError, match="entries 0 and 2 of the plan use one attention"):
         plan.prepare(MODELS("llama"))
     both = planned(fh.Plan(fh.keep("@pattern.1", at=2), fh.keep("@pattern.1", label="all")))
     assert {*both} == {"@pattern.1", "all:@pattern.1"}

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "afmoe": ({}, "mlp.router.gate", "sigmoid(router)[chosen] / sum"),
     "hunyuan_v1_moe": ({}, "mlp.gate.wg", "softmax(router[chosen])"),
     "llama4_text": ({}, "feed_forward.router", "sigmoid(router)[chosen]"),
-    # Shared experts have a part of the sum, and convolutions behind the experts mix tokens.
+    # Shared experts have a part of the sum, and convolutions after the experts mix tokens.
     "inkling_text": (
         {},
         "mlp.gate",

@@ -32,7 +32,7 @@ def test_the_stream_is_what_transformers_calls_hidden_states(models: Any, kind: 
         output = model(IDS, output_hidden_states=True)
     assert torch.equal(acts["@resid_pre.0"], output.hidden_states[0])
     blocks = [acts[f"@resid_post.{block}"] for block in range(3)]
-    # The last of many models' hidden states is behind the final norm.
+    # In many models the last of the hidden states is taken after the final norm.
     for block, hidden in zip(blocks[:2], output.hidden_states[1:3], strict=True):
         assert torch.equal(block, hidden)
     assert torch.equal(acts["@logits"], output.logits)

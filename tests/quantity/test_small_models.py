@@ -1,4 +1,4 @@
-"""Quantities of small models of drawn architectures, against what the models say themselves.
+"""Quantities of small models of drawn architectures, against values that the models report.
 
 A fixed part, 2,000 models with `--whole`, or as many as `--requests` says. A failing case names the
 seed: `faults_of(SmallModel(seed))`.
@@ -134,8 +134,8 @@ def test_one_token_shows_what_seven_show(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [39, 59, 93, 171, 177, 199])
 def test_models_that_were_wrong(seed: int) -> None:
-    """Of 59 and 93, multipliers and an encoder's end; of 177, a decoder with rows of its own.
+    """Wrong once: multipliers and an encoder's end (59, 93), a decoder with its own rows (177).
 
-    Of 39, 171 and 199, one token: attention to it is affine, and any module gives it by factors.
+    And a single token (39, 171, 199): attention to it is affine, like a projection.
     """
     assert not faults_of(SmallModel(seed))

@@ -27,11 +27,11 @@ FEW = (
 )
 IDS = token_ids()
 BEHIND = ("falcon_mamba", "mamba", "mamba2", "rwkv")
-"""Types whose hidden states begin behind the first block."""
+"""Types whose hidden states start after the first block."""
 RULELESS = ("inkling_text", "phimoe")
 """Types whose routers weigh experts by more than their ids: with a shared expert, or in order."""
 CUT = {"cpmant": slice(-IDS.shape[1], None), "prophetnet": slice(IDS.shape[1])}
-"""Types that leave out tokens of their own, those of a prompt and of n-grams."""
+"""Types that add tokens, of a prompt or of n-grams, and leave them out of their output."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

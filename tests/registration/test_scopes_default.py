@@ -146,7 +146,7 @@ def test_a_context_that_outlives_its_scope_registers_for_nobody_by_mistake(
 ) -> None:
     with fh.scope():
         late = contextvars.copy_context()
-    with pytest.raises(fh.HookError, match=r"left elsewhere.*scope='global'"):
+    with pytest.raises(fh.HookError, match=r"left in another context.*scope='global'"):
         late.run(fh.register, model, "0", add(1))
     assert torch.equal(model(X), X)
     assert type(model[0]) is nn.Identity

@@ -1,4 +1,4 @@
-"""Sites without tables: what they do in a graph is what the hooks of a batch do without them."""
+"""Sites without tables: in a graph they do the same as the hooks of a batch without sites."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_graph_serves_what_eager_calls_do(backend: str, in_place: bool) -> Non
 
 
 def replaying(own: Model, cut: str) -> None:
-    """Has the body replay a graph that is cut at an operator of its sites."""
+    """Makes the body replay a graph that is cut at an operator of its sites."""
     graph = Replayed(own.body.forward, [cut])
     with torch.no_grad():
         graph.record(x=torch.zeros(ROWS, WIDTH, dtype=torch.float64))

@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 class Moves(NamedTuple):
-    """One step of a request: its tokens begin here, and are so many; it is read behind it."""
+    """One step of a request: first token, number of tokens, and if it is read after the step."""
 
     start: int
     count: int
@@ -48,7 +48,7 @@ def step(model: nn.Sequential, request: Request, x: Tensor, start: int, dim: int
 
 @st.composite
 def moves(draw: st.DrawFn) -> list[Moves]:
-    """Steps of which some go back and run tokens again, as behind a preemption."""
+    """Steps of which some go back and recompute tokens, as after a preemption."""
     found: list[Moves] = []
     end = 0
     for _ in range(draw(st.integers(1, 6))):

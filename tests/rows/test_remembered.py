@@ -41,7 +41,7 @@ def steps(model: nn.Module, rows: Mapping[Any, Any]) -> Tensor:
 
 
 def steered(model: nn.Module) -> dict[Any, int]:
-    """Makes two requests that add one and ten behind the first module."""
+    """Makes two requests that add one and ten after the first module."""
     plans = [fh.Plan(fh.on("0", fh.Add(vector))) for vector in (ONE, TEN)]
     return {plan.prepare(model).open(): row for row, plan in enumerate(plans)}
 

@@ -120,7 +120,7 @@ def before_again(_m: object, args: tuple[Tensor]) -> Tensor:
 
 
 def saves(_m: object, _a: object, out: Any) -> Any:
-    """Has autograd save its input."""
+    """Makes autograd save its input."""
     return type(out)(map(torch.sin, out)) if isinstance(out, tuple) else torch.sin(out)
 
 

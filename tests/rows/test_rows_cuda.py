@@ -32,7 +32,7 @@ class Models(NamedTuple):
     x_cpu: Tensor
 
     def by_hand(self, *changes: tuple[Any, Callable[[Tensor], Tensor]]) -> list[Tensor]:
-        """Outputs of the layers, with changes of rows behind each, on the CPU."""
+        """Outputs of the layers, with changes of rows after each, on the CPU."""
         h, outputs = self.x_cpu, []
         for layer in self.cpu:
             h = layer(h).clone()

@@ -91,7 +91,7 @@ class Whole(Tensor):
 
 
 class SaysWhole(TorchFunctionMode):
-    """Has each view say that it is its whole storage."""
+    """Makes each view say that it is its whole storage."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -540,7 +540,7 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
         )
         if line and not was_full:  # what ended the batch had said so before
             pytest.fail("the batch ended early")
-        # Nobody has a second place before each who waits has one.
+        # No client gets a second place while another one waits.
         clients = [each.client for each in batch]
         behind = {each.client for each in waiting} - set(clients)
         assert not behind or len(clients) == len(set(clients))

@@ -50,7 +50,7 @@ def test_batch_and_module_are_named(model: nn.Sequential) -> None:
         (number, "1", "forward", 0) for number in (2, 3, 5)
     ]
     assert watch.first == watch.found[0]
-    # The outputs of the modules behind it and of the model count too.
+    # The outputs of later modules and of the model count too.
     assert (watch.found[0].nan, watch.found[0].inf) == (12 + 8 + 8, 0)
     assert watch.found[2].inf >= 12
     text = "28 NaN and 0 infinities in step 0, batch 2, first in the output of '1'"

@@ -89,7 +89,7 @@ def attention_of(model: nn.Module, kind: str, layer: int) -> nn.Module:
 
 @contextlib.contextmanager
 def implemented(model: Any, name: str) -> Iterator[None]:
-    """Has a model compute its attention by another function."""
+    """Makes a model compute its attention by another function."""
     former = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -157,7 +157,7 @@ class Gated:
 
     @property
     def entries(self) -> list[Any]:
-        """Those of the plan."""
+        """Entries of the plan."""
         options: dict[str, Any] = {"over": self.over, "by": self.by, "lag": self.lag}
         known, dot = fh.above("g", -1e6), fh.Dot(self.direction)
         return [
@@ -283,7 +283,7 @@ class Job:
     def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
         """Asserts that an output equals the answer to the request alone.
 
-        The text is greedy if each token has the highest logit behind those before it.
+        The text is greedy if each token has the highest logit after the tokens before it.
         """
         text = output.generated_tokens
         assert output.error is None, output.error
@@ -298,7 +298,7 @@ class Job:
         self._check_acts(output.acts, acts, behind, tolerance)
 
     def check_acts(self, model: Any, output: Any, tolerance: float = 1e-3) -> None:
-        """Asserts that the captures of an output, of any text, are those of the request alone."""
+        """Asserts that an output, of any text, has the captures of the request run alone."""
         logits, acts = self.alone(model, output.generated_tokens)
         self._check_acts(output.acts, acts, logits[len(self.prompt) - 1 :], tolerance)
 

@@ -60,7 +60,7 @@ def check(
     texts: Sequence[Sequence[int]] | None = None,
     **job: Any,
 ) -> None:
-    """Asserts that the rows are those of each prompt alone, with its text if it has one."""
+    """Asserts that each prompt, with its text if it has one, has the rows that it has alone."""
     for number, prompt in enumerate(prompts):
         one = Job(prompt, kept=tuple(NAMES), **job)
         text = [0] if texts is None else texts[number]

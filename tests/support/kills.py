@@ -45,7 +45,7 @@ class Kill(NamedTuple):
         return cls(point, rng.randint(1, POINTS[point][2]))
 
     def arm(self, dies: Callable[[], bool] = lambda: True) -> None:
-        """Has this process, and its forks, die there; `dies` tells which of them do."""
+        """Makes this process, and its forks, die there; `dies` tells which of them do."""
         owner, name, _ = POINTS[self.point]
         original, calls = getattr(owner, name), 0
 

@@ -1,7 +1,7 @@
 """Emulated CUDA graphs: operations recorded in one call, replayed on static addresses.
 
 Python between the operations does not run in a replay. Operators among `cuts` do, as between the
-pieces of a piecewise graph: what they return is new memory, which no piece of the graph reads.
+pieces of a piecewise graph: they return new memory, which no piece of the graph reads.
 """
 
 from __future__ import annotations

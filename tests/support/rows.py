@@ -121,7 +121,7 @@ class On:
         return self.hook.hook(dim, log) if isinstance(self.hook, Function) else self.hook
 
     def apply(self, dim: int, log: Log, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-        """Returns (args, kwargs), or the output, behind the hook."""
+        """Returns (args, kwargs), or the output, after the hook."""
         if isinstance(self.hook, Function):
             plain = Function(self.phase, self.hook.act, self.hook.factor, self.hook.with_kwargs)
             kwargs_seen = kwargs if self.hook.with_kwargs else None

@@ -83,7 +83,7 @@ class Local:
         self._uploads.put(dictionaries, digests)
 
     def drop_dictionaries(self) -> None:
-        """Drops those that the worker has."""
+        """Drops the worker's dictionaries."""
         for digest in [*self.worker._dictionaries]:
             self.worker.answer_call("drop", digest)
 

@@ -33,7 +33,7 @@ SYSTEM = 2000
 
 
 class Slots:
-    """Looks at which keys and values requests read: those of their own plan, or unchanged ones.
+    """Checks that requests read only unchanged keys and values, or the ones of their own plan.
 
     Args:
         local: the scheduler.

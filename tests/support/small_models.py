@@ -135,7 +135,7 @@ class Inline:
 
 
 def put(it: Draw, parent: nn.Module, name: str, module: nn.Module, inline: float = 0.15) -> Any:
-    """Adds a module to another, or its code alone; returns what is called."""
+    """Adds a module to another, or only its code; returns the callable."""
     while any(f"{each}_".startswith(f"{name}_") for each in parent._modules):
         name += "_"
     whole = module._parameters or getattr(module, "how", None) == "interface"

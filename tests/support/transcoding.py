@@ -105,7 +105,7 @@ class Transcoded:
 
     @property
     def entry(self) -> Any:
-        """That of the plan."""
+        """Entry of the plan."""
         own, (name, number) = self.dictionary, self.change
         hook = fh.Feature(own, self.index, **{name: number})  # type: ignore[arg-type]
         when = fh.above("g", -1e6) if self.when else None

@@ -198,7 +198,7 @@ def summary(table: Any) -> dict[str, Any]:
 
 
 def differences(table: Any, other: Any) -> dict[str, str]:
-    """Returns the quantities whose places differ in two tables, with what the other one says."""
+    """Returns the quantities whose places differ in two tables, with the other one's places."""
 
     def shown(found: Any, name: str) -> str:
         if name not in found:

@@ -1,7 +1,8 @@
 """Random sequences in one scope: chunks, drafts, cached prefixes, turns, steps by hand, padding.
 
-They run behind each other or on a thread each. The oracle is a plain copy of the model with hooks
-by hand: they know the prompt of each call, as the program that makes it does, and count columns.
+They run one after the other, or each on a thread. The oracle is a plain copy of the model, hooked
+by hand. These hooks know the prompt of each call, as the program that makes it does, and count
+columns.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Turns(Step):
 
 @dataclass(frozen=True)
 class Prefix(Step):
-    """Questions behind copies of a cache, which the request may have seen being filled."""
+    """Questions after copies of a cached prefix, which the request may have seen being filled."""
 
     chunk: int | None = None
 

@@ -70,7 +70,7 @@ class System(ABC):
         """Runs a request whose hook raises `ValueError`."""
 
     def contributions(self, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:  # noqa: ARG002 (systems that have it use them)
-        """Returns for each layer: the stream before it, of attention and MLP, and behind it."""
+        """Returns of each layer: stream before, contributions of attention, MLP, stream after."""
         msg = "it names modules, not quantities"
         raise AbsentError(msg)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pointed(HookedRootModule):  # type: ignore[misc]  # untyped here
-    """A module with a hook point behind each of its modules, as users write them."""
+    """A module with a hook point after each of its modules, as users write them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -149,7 +149,7 @@ def is_point(module: nn.Module) -> bool:
 
 
 def hold(point: AttentionPoint) -> None:
-    """Has a tensor pass a point that was instrumented, until it is restored.
+    """Makes a tensor pass a point that was instrumented, until it is restored.
 
     Raises:
         HookError: the transformers library is not loaded, or has no `AttentionInterface`.
@@ -300,7 +300,7 @@ def pass_ahead(
         module: the attention module.
         key: of only this call's tokens, (batch, kv_heads, tokens, head_dim).
         value: as `key`.
-        kwargs: keywords for the attention function to come, which then leaves k and v alone.
+        kwargs: keywords with which the attention function leaves k and v unchanged.
 
     Returns:
         The k and v for the cache to store.

@@ -45,9 +45,9 @@ class BackwardPass(BackwardHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call's arguments, put through the autograd node of the inputs.
 
-        As in PyTorch, `grad_input` has the positional arguments. If a call has keyword arguments
-        alone, it has those, in the call's order (PyTorch observes none of them). The gradients of
-        an argument that is a structure are that structure.
+        As in PyTorch, `grad_input` has the positional arguments. If a call has only keyword
+        arguments, it has those, in the call's order (PyTorch observes none of them). The gradients
+        of an argument that is a structure are that structure.
         """
         if args or not kwargs:
             return _tapped(self, self.setup_input_hook, args, inputs=True), kwargs
@@ -148,7 +148,7 @@ def _tapped(tap: Any, setup: Hook, items: tuple[Any, ...], *, inputs: bool) -> t
 
     form = [map_tensors(placed, item) for item in items]
     outputs = setup(tuple(flat))
-    # Behind the node, as its hooks are called with the gradients of flat tensors.
+    # After the node is made, as its hooks are called with the gradients of flat tensors.
     tap.user_hooks = [_structured(hook, form, inputs=inputs, full=True) for hook in tap.user_hooks]
     if not inputs:
         tap.user_pre_hooks = [

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _DYNAMO = "torch._dynamo"
 # A graph is compiled for the class that a module has while hooks are open, and again if that class
-# was collected in between. Classes that nobody can import again may go, with their generated ones.
+# was collected in between. Classes that cannot be imported again may go, with their generated ones.
 _KEPT: list[type] = []
 
 
@@ -65,7 +65,7 @@ def common_subclass(
 
 
 def _stays(plain: type) -> bool:
-    """Tells whether a class is an attribute of its module, which outlives every instance."""
+    """Returns True if a class is an attribute of its module, which outlives every instance."""
     return getattr(sys.modules.get(plain.__module__), plain.__name__, None) is plain
 
 

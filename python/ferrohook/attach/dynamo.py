@@ -21,7 +21,7 @@ def patch_dynamo() -> None:
 
 
 def _share_graphs() -> None:
-    """Has `torch.compile(module)` guard the module by its class.
+    """Makes `torch.compile(module)` guard the module by its class.
 
     Dynamo traces a native `__call__` in a separate frame, and guards the bound method in it by its
     identity: a graph for each module. A frame around the module is guarded by class.
@@ -41,7 +41,7 @@ def _share_graphs() -> None:
 
 
 def _respect_class_property() -> None:
-    """Has a trace read `module.__class__` as the program does.
+    """Makes a trace read `module.__class__` as the program does.
 
     The property of an instrumented module returns the plain class. Dynamo takes `type(module)`
     instead, and its guards read the property: they fail at once, or look a method up at another

@@ -334,7 +334,7 @@ def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
 
 @carry
 def _carry_dispatcher(module: nn.Module) -> tuple[nn.Module, PutOn]:
-    """Has the replacement of an instrumented module take over its hooks and attachments."""
+    """Makes the replacement of an instrumented module take over its hooks and attachments."""
     keeps_class = plain_class(type(module)) is type(module)
     dispatcher = take_off(module)
 
@@ -392,7 +392,7 @@ def attach(
 
 
 def _attach_points(modules: dict[str, nn.Module], attachment: Attachment) -> None:
-    """Has tensors pass the points among modules that an attachment instruments.
+    """Makes tensors pass the points among modules that an attachment instruments.
 
     Raises:
         HookError: an attention module cannot be instrumented.

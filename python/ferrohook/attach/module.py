@@ -82,7 +82,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             raise HookTypeError(msg)
         super().__init_subclass__(**kwargs)
 
-    if TYPE_CHECKING:  # the arguments are those of `__init__`, of a subclass too
+    if TYPE_CHECKING:  # the arguments of `__init__`, of a subclass's too
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Self: ...  # noqa: D102
 

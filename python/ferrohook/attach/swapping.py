@@ -33,7 +33,7 @@ _TAKERS: list[TakeOff] = []
 
 
 def carry(take_off: _Function) -> _Function:
-    """Has a function take hooks off the modules that quantisation swaps; see `TakeOff`."""
+    """Makes a function take hooks off the modules that quantisation swaps; see `TakeOff`."""
     _TAKERS.append(take_off)
     return take_off
 

@@ -38,7 +38,7 @@ class ServerInfo:
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
     capture_bytes: int | None
-    """Most bytes that one request may capture; None if the server does not tell."""
+    """Most bytes that one request may capture; None if the server does not report it."""
     modules: Mapping[str, ServedModule]
     """By name; empty if the server does not list them."""
     raw: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -119,8 +119,8 @@ class TextChunk(NamedTuple):
     text: str
     """Empty where only values of gates came."""
     gates: Mapping[str, Tensor]
-    """Values of the gates that the plan keeps, by name: (tokens,). The tokens ran since the last
-    part: with the first one those of the prompt, then the tokens of the text, one part later."""
+    """Values of the gates that the plan keeps, by name: (tokens,). The first part has the
+    values of the prompt's tokens, each later part the values of the text in the part before it."""
     positions: Mapping[str, Tensor]
     """Position in the request of each value, by name."""
 

@@ -279,7 +279,7 @@ class Calls:
 def proof_in(choice: Mapping[str, Any]) -> bytes | None:
     """Returns the captures in a choice of SGLang's answer, empty without any.
 
-    None if the answer does not tell that its plan was served.
+    None if the answer does not confirm that its plan was served.
     """
     found = choice.get(FIELD)
     return base64.b64decode(found) if isinstance(found, str) else None

@@ -32,7 +32,7 @@ class _Events:
         self._chat = pending.chat
         self._url = str(pending.request.url)
         self.proof: str | bytes | None = response.headers.get(HEADER)
-        """That the plan was served: the token of its captures, or the captures."""
+        """Proof that the plan was served: the token of its captures, or the captures."""
         self._pieces: list[str] = []
         self._tokens: list[int] | None = None
         self._last: Mapping[str, Any] = {}

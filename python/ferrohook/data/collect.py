@@ -97,12 +97,12 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     changes buffers, as a BatchNorm does in training mode, the model counts as a different one
     afterwards.
 
-    An engine runs prompts in the order of its scheduler, so a batch in the store has those that
-    ended one after the other, each whole; `@rows` is always stored. With `sampling` it goes on with
-    a text after each prompt, whose rows and tokens are stored too, except those of its last token,
-    which does not run. The worker's memory holds the
-    rows of the prompts that run; of finished ones an eighth of the store's `max_pending` and one
-    prompt at most; and `max_pending` bytes that wait to be written. A slow disk slows the engine.
+    An engine runs prompts in the order of its scheduler, so a batch in the store holds whole
+    prompts in the order in which they ended; `@rows` is always stored. With `sampling` the engine
+    generates a text after each prompt. Rows and tokens of the text are stored too, except for its
+    last token, which does not run. The worker's memory holds the rows of running prompts; of
+    finished prompts up to an eighth of the store's `max_pending`, plus one prompt; and up to
+    `max_pending` bytes that wait to be written. A slow disk slows the engine.
     After an error, Ctrl-C or a killed process the same call runs the prompts that are not stored.
     The store only reads during the call, as the worker has its folder. `Collected` counts prompts.
 
@@ -186,7 +186,7 @@ class _RowRules(NamedTuple):
     tokens: Tokens | None
 
 
-def _collect(  # noqa: PLR0913, PLR0917 (those of `collect`)
+def _collect(  # noqa: PLR0913, PLR0917 (arguments of `collect`)
     model: nn.Module,
     batches: Iterable[Any],
     what: What,

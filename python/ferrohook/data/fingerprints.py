@@ -2,7 +2,7 @@
 
 # Of a tensor of more than `WHOLE` bytes the digest has the sum of each block of 512 words, a word
 # being 8 bytes, and some 4,000 words. One changed element changes a sum, and an exchange of rows
-# does too, unless both stand in one block: then only the sampled words may tell. All of a large
+# does too, unless both stand in one block: then only the sampled words may show it. All of a large
 # tensor is read, once, on its own device: as much memory traffic as its use in one forward.
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _state(value: Any) -> list[Any]:
         if isinstance(reduced, str):
             return [reduced]
         function, arguments, *state = reduced
-        # Behind the state follow iterators over list and dict items.
+        # Iterators over list and dict items follow the state.
         return [function, arguments, *state[:1], *(list(each or ()) for each in state[1:3])]
     except Exception:  # noqa: BLE001 (not picklable: whatever its class raises)
         return []

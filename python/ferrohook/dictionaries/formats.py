@@ -37,7 +37,7 @@ _LINEAR: Final = {
 
 
 class _Found(NamedTuple):
-    """What a file says of its dictionary."""
+    """Contents of a dictionary's file."""
 
     weights: dict[str, Tensor]
     """By the names that `Dictionary` takes."""
@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """What the user asks for beside the file."""
+    """The user's arguments for a file."""
 
     dtype: torch.dtype | None
     k: int | None

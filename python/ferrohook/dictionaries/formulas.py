@@ -50,7 +50,7 @@ class Formula(NamedTuple):
     rescales: bool = False
     """Values are multiplied by the norms of the decoder's rows, before they are ranked."""
     transcodes: bool = False
-    """It writes another tensor than the one that it reads."""
+    """True for a transcoder, which writes another tensor than it reads."""
     rounding: Rounding = Rounding()
 
 

@@ -36,9 +36,9 @@ class Intervention(InterventionBase):
 
     Only their formula runs in Python. They work wherever a hook does. In the phase `forward` they
     change the output, in `forward_pre` the input, in `backward_pre` the gradient of the output and
-    in `backward` that of the input. A vector is cast once for each dtype and device of the tensors
-    that it meets. Under `torch.compile` it is an input of the graph: another vector of that shape
-    needs no new trace.
+    in `backward` the gradient of the input. A vector is cast once for each dtype and device of the
+    tensors that it meets. Under `torch.compile` it is an input of the graph: another vector of that
+    shape needs no new trace.
 
     `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
     index, key or attribute, or a tuple of them: `(1, 0)` is the `h` of an LSTM, `(0, "data")` the

@@ -127,8 +127,8 @@ class Ablate(_Directed):
 class Clamp(_Directed):
     """Limits the component of a real tensor along a direction of unit length.
 
-    At a bound the gradient of a component is that of `torch.clamp`. A single request has numbers as
-    bounds; a batch of several has tensors, with which equal bounds halve the gradient.
+    At a bound a component gets the gradient of `torch.clamp`. In a single request the bounds are
+    numbers. In a batch of several they are tensors, and equal bounds then halve the gradient.
 
     Args:
         direction: one dimension, as wide as the tensor's last; of any length but zero.

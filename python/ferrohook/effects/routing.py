@@ -30,10 +30,9 @@ class RoutingRule(NamedTuple):
     in_float32: bool
     """True if the weights are computed in float32, whatever the dtype of the logits."""
     sum: str | None
-    """`add` or `clamp` if weights are divided by their sum, to which a number is added or which is
-    at least that number; None if they are not divided."""
+    """`add` or `clamp` if weights are divided by their sum, to which `least` is added or which is
+    at least `least`; None if they are not divided."""
     least: float
-    """That number."""
     scale: float
 
     def weights(self, logits: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,7 +212,7 @@ class RoutedIds:
         self.ids, self.weights, self.start = ids, weights, start
         left = ids[..., 0] == LEFT
         self._left: Any = left.tolist() if bool(left.any()) else None
-        """Whether each row leaves its token to the router; None if none does."""
+        """True for each row that leaves its token to the router; None if no row does."""
 
     def of_tokens(self, rows: Sequence[int], sequences: Sequence[int]) -> tuple[list[int], Any]:
         """Returns which of some tokens take experts, and the index of their rows of ids.
@@ -260,7 +259,7 @@ class BoundRoute(NamedTuple):
     """A route at the module that returns a block's experts."""
 
     hook: Route | Replay
-    """What the user registered."""
+    """The user's hook."""
     routed: RoutedIds
     routing: Routing
     at: Any = None
@@ -379,8 +378,8 @@ def _check_rows(ids: Tensor, name: str) -> None:
             row = [int(each) for each in wrong.nonzero()[0]] if wrong.dim() else []
             shown = ids[tuple(row)].tolist()
             msg = (
-                f"{name}: a row has different experts, or only -1 for a token that is left to the "
-                f"router; row {row} {text}: {shown}"
+                f"{name}: a row must have distinct experts, or only -1 to leave its token to the "
+                f"router, but row {row} {text}: {shown}"
             )
             raise ValueError(msg)
 

@@ -1,4 +1,4 @@
-"""Rows that a plan made NaN or infinite, told before others read them."""
+"""Rows that a plan made NaN or infinite, found before others read them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _wide(rows: Tensor) -> torch.dtype:
 class WatchedRows:
     """Rows of one step whose numbers are cleaned before others read them.
 
-    On the CPU tensors without bad numbers cost one reduction. A GPU is not waited for: there what
-    was found is sent to the host behind the step. Used on one stream.
+    On the CPU tensors without bad numbers cost one reduction. The host does not wait for a GPU:
+    the counts reach it after the step. Used on one stream.
 
     Args:
         spans: rows of the requests whose plans change them.

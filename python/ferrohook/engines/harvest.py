@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     Read: TypeAlias = Callable[[int], tuple[Mapping[str, Tensor], Mapping[str, list[int]]]]
 
 AHEAD: Final = 2
-"""Requests that run or wait, in multiples of those that an engine runs at once."""
+"""Requests submitted ahead, in multiples of the number that an engine runs at once."""
 SHARE: Final = 8
 """Shards of the usual size that a store's `max_pending` has room for."""
 
 
 class HarvestSettings(NamedTuple):
-    """Contents of one run, as its client tells the worker."""
+    """Contents of one run, as its client sends them to the worker."""
 
     prefix: str
     """Start of its requests' ids, which go on with the number of the prompt and `-`."""
@@ -109,7 +109,7 @@ class _StoredPrompt(NamedTuple):
 class Harvest:
     """Rows of finished prompts on their way into a store.
 
-    The length of a prompt is known from its start; that of a text once its client tells its end.
+    The length of a prompt is known when it starts, of a text only when its client reports the end.
     Rows wait for an eighth of the store's `max_pending`, then become a batch of the run, of whole
     prompts in order of their ends. The store's `put` blocks while too many bytes wait to be
     written, and the engine with it.
@@ -138,9 +138,9 @@ class Harvest:
         self.most_bytes = 0
         """Most bytes of rows that waited to become a batch."""
         self.taken = 0
-        """Prompts whose rows were taken, with those of their texts."""
+        """Prompts whose rows were taken, including the rows of their texts."""
         self.error: Exception | None = None
-        """Why nothing is taken any more."""
+        """Reason why no more rows are taken."""
 
     def number_of(self, request_id: object) -> int | None:
         """Returns the number of a request's prompt, by the engine's id; None if it has none."""
@@ -239,7 +239,7 @@ class Harvest:
         self._store.complete(run, number, fingerprint=digests, manifest=made_of)
 
     def close(self) -> None:
-        """Writes what waits and closes the store; `error` tells if that failed. Idempotent."""
+        """Writes waiting rows and closes the store; a failure is the `error`. Idempotent."""
         try:
             if self.error is None and self._waiting_bytes:
                 self._write()
@@ -405,7 +405,7 @@ class HarvestJob:
             taken: prompts whose rows the worker has stored.
 
         Raises:
-            HookError: these are not those that ran.
+            HookError: the worker has stored more or fewer prompts than ran.
         """
         if taken != self.ran:
             msg = f"{self.ran} prompts ran, but the worker has the rows of {taken}"

@@ -69,7 +69,7 @@ class EnginePlans(PreparedPlans):
         self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
     def clear(self) -> None:
-        """Drops the plans that are prepared now; those of open requests close after them."""
+        """Drops the prepared plans; a plan with open requests closes when they end."""
         with self._lock:
             dropped, self._kept = self._kept, OrderedDict()
         del dropped  # closed after the lock is released

@@ -26,8 +26,8 @@ class Prefix(NamedTuple):
     read: int | None
     """The first one whose rows the plan has to see, so that it must run; None if there is none."""
     gated: int | None
-    """The first one that a gate reads; None if there is none. A gate needs all rows itself, while
-    captures of a prompt may be those of another answer to it."""
+    """The first one that a gate reads; None if there is none. A gate must read all rows itself,
+    while answers to one prompt may share its captures."""
 
 
 def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) -> Prefix:

@@ -262,7 +262,8 @@ def _check_reading(reading: Reading, width: int) -> None:
 def _tokens_first(entry: Entry, modules: ModuleTable) -> Entry:
     """Returns a capture whose `slice` gets the tokens in the first dimension.
 
-    It does at positions; without, it gets what the module returns.
+    Captures at positions do so already. Without them the slice would get the module's output as it
+    is, so the capture takes all positions.
     """
     if isinstance(entry, KeepEntry) and (
         modules.dim and entry.at is None and "slice" in entry.options
@@ -335,7 +336,7 @@ def _kept_quantity(entry: KeepEntry, name: str, modules: ModuleTable) -> Entry:
 
 def cloning(entry: KeepEntry) -> KeepEntry:
     """Returns a capture that copies the tensors, which the engine changes later."""
-    if "features" in entry.options:  # values in memory of their own
+    if "features" in entry.options:  # new tensors, shared with no one
         return entry
     return dataclasses.replace(entry, options={**entry.options, "copy": "clone"})
 

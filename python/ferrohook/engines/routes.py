@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 2**28
 _MOST_ARRIVING: Final = 2 * _MOST_BYTES
 """Bytes of all bodies that are on their way or being read at a time."""
 _MOST_HEADER: Final = 2**16
-"""Bytes of a body beside those of its tensors."""
+"""Most bytes of a body without its tensors."""
 _SHOWN: Final = 200
 """Characters of a name in an error."""
 _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
@@ -63,11 +63,11 @@ class EngineRoutes(ABC):
 
     @abstractmethod
     async def capabilities(self) -> dict[str, Any]:
-        """Tells what plans may do here; 501 if they are refused, with the reason."""
+        """Reports what plans may do here; 501 if they are refused, with the reason."""
 
     @abstractmethod
     async def _uploaded(self) -> Uploads:
-        """Returns what was uploaded; 501 if plans are refused, with the reason."""
+        """Returns the uploads; 501 if plans are refused, with the reason."""
 
     @abstractmethod
     async def _send(self, data: bytes, digests: dict[str, str]) -> None:
@@ -196,7 +196,7 @@ class PlanGate:
     """Middleware that refuses plans, with 400, on routes that would ignore them.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         served: paths of the routes that serve plans, or refuse them on their own.
     """
 
@@ -206,7 +206,7 @@ class PlanGate:
 
     @classmethod
     def add(cls, app: FastAPI, served: Collection[str]) -> None:
-        """Adds it to an application, behind authentication and decompression."""
+        """Adds it to an application, inside authentication and decompression."""
         own = Middleware(cls, served=served)
         if all(each.cls != own.cls for each in app.user_middleware):
             app.user_middleware.append(own)

@@ -24,7 +24,7 @@ class Capabilities:
     version: str
     """Of the installed engine."""
     tried: tuple[str, ...]
-    """Releases that the adapter was tried with: "0.32" for each 0.32.x, "0.5.23" for that alone."""
+    """Releases that the adapter was tried with: "0.32" for each 0.32.x, "0.5.23" for only that."""
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""

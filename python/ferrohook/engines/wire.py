@@ -63,7 +63,7 @@ def unpacked(data: bytes) -> Captured:
     """Reads what `packed` packed.
 
     Raises:
-        HookError: the request failed, or its captures are not whole; tells the reason.
+        HookError: the request failed, or its captures are not whole; names the reason.
     """
     if (error := error_of(data)) is not None:
         raise HookError(error)

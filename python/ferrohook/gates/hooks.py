@@ -41,7 +41,7 @@ class GateReader:
         gate: the gate.
         aggregation: makes its values.
         place: where it reads.
-        stops: those of the plan that depend on it.
+        stops: the plan's stops that depend on it.
         followed: a strength follows it, so gradients go through its values.
     """
 

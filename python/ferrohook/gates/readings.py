@@ -136,7 +136,7 @@ class JoinedReading:
         self._tables: dict[str, Tensor] = {}
         """For each field, a value for each of the readings; none if the readings are equal."""
         self._on_device: dict[torch.device, Reading] = {}
-        """One that has the tables in place of its fields."""
+        """Reading that has the tables in place of its fields, by device."""
         names = [field.name for field in dataclasses.fields(first)]
         tensors = [it for it in (getattr(first, name) for name in names) if isinstance(it, Tensor)]
         if all(each is first for each in readings) or any(it.dim() > 1 for it in tensors):
@@ -224,7 +224,7 @@ class Cosine(Reading):
         direction: as wide as the vectors, of any length but zero.
         projected: read `cos(h, tanh(P h))` instead, where `P` projects onto the direction: the form
             of conditional activation steering (CAST, arXiv 2409.05907), for its thresholds. It
-            does not tell a direction from its opposite.
+            reads the same for a direction and its opposite.
 
     Raises:
         HookTypeError: an argument has the wrong type or shape.

@@ -114,7 +114,7 @@ def hooks_at(
         places: by name.
         hook: for quantities an intervention, or a callable `hook(module, args, value)`.
         phase: of the hook on selected modules.
-        at: positions of tokens, which say what the rows of a route are for.
+        at: positions of the tokens that the rows of a route belong to.
 
     Raises:
         HookTypeError: a hook on a quantity is of another kind or for another phase, names an
@@ -208,7 +208,7 @@ class Written:
 
     @property
     def refuses_positions(self) -> str | None:
-        """Why it cannot change only some positions; None if it can."""
+        """Reason why it cannot change only some positions; None if it can."""
         place = self._place
         if not place.inputs and place.part is None:
             return None

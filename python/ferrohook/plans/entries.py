@@ -583,7 +583,7 @@ def _input_of(feature: Feature, what: Selector, phase: Phase) -> TranscoderInput
 
 def _check_place(what: Selector) -> None:
     if what is None:  # as of a dictionary whose place is unknown
-        msg = "features of a dictionary are those of one tensor: name its place, not None"
+        msg = "a dictionary reads features from one tensor: name its module or quantity, not None"
         raise HookTypeError(msg)
 
 

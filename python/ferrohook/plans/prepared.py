@@ -196,14 +196,14 @@ class Prepared:
         """
         model = self.model
         if model is None:
-            msg = "the model of this prepared plan is gone"
+            msg = "the model of this prepared plan was garbage-collected: keep a reference to it"
             raise HookError(msg)
         return (_read_places if read else _find)(model, number, self.entries[number])
 
     def _stacks(
         self, model: nn.Module, found: list[dict[str, Place]]
     ) -> dict[str, TokenStack | None]:
-        """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
+        """Returns the modules, by path, whose inputs give positions; None for one without them."""
         at = [number for number, entry in enumerate(self.entries) if entry.positioned]
         if at and self._positioned:
             return {"": None}
@@ -351,7 +351,7 @@ class Prepared:
                 `TimeoutError`. A request with a deadline cannot be entered.
             prompt: number of tokens of the prompt, those in a KV cache included; for calls with
                 several rows, one for each or one for all. For positions that refer to the prompt
-                where the call does not tell its end.
+                where the call does not show its end.
 
         Raises:
             HookError: the plan was closed, or its model is gone.
@@ -377,7 +377,7 @@ class Prepared:
         return request
 
     def _close_with(self, request: Request) -> None:
-        """Has it closed when a request is."""
+        """Closes the plan when a request closes."""
         self._attachment.release_with(request)
 
     def close(self) -> None:
@@ -733,9 +733,9 @@ def _check_order(entries: Sequence[Entry], found: Sequence[Mapping[str, Place]])
         one, other = min(whole), min(some, default=0)
         if some and any(isinstance(entries[each], HookEntry) for each in whole + some):
             msg = (
-                f"entries {min(one, other)} and {max(one, other)} of the plan are on one pattern, "
-                "but only one of them has at=, so they would not run in the order of the plan: "
-                "give at= to both or to neither"
+                f"entries {min(one, other)} and {max(one, other)} of the plan use one attention "
+                "pattern, but only one of them has at=, so they would not run in the order of the "
+                "plan: give at= to both or to neither"
             )
             raise HookError(msg)
 

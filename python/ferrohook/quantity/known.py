@@ -130,7 +130,7 @@ def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
 
 
 def known_of(model: nn.Module) -> Known:
-    """Returns what is known of a model; looks at it if that is nothing, or no longer holds."""
+    """Returns the stored findings of a model; examines it if there are none, or they are stale."""
     known = _KNOWN.get(model)
     if known is None or not known.holds():
         known = _KNOWN[model] = Known(model, looked_at(model, (), {}), {})

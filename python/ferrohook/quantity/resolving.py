@@ -31,7 +31,7 @@ def places_of(
 
     Args:
         model: any module.
-        what: see `select`; names and globs of quantities too, `@resid_post.*`, alone or in lists,
+        what: see `select`; names and globs of quantities too, `@resid_post.*`, also in lists,
             and names of TransformerLens' hook points that are no module here.
         inputs: the inputs of selected modules, not their outputs.
         output_index: part of them.
@@ -102,7 +102,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.multiplier,
         resolved.title,
         quantity.writable,
-        None if point == "pattern" else shape,  # it has that of the call
+        None if point == "pattern" else shape,  # its shape depends on the call
         resolved.head,
         quantity.stream_factor,
         quantity.routing,

@@ -186,7 +186,7 @@ class Quantities(Mapping[str, Quantity]):
             **kwargs: keyword arguments of it.
 
         Raises:
-            HookError: a quantity of the table is not proved any more, or at another place; or the
+            HookError: a quantity of the table is no longer proved, or at another place; or the
                 model is gone.
             HookTypeError: a keyword is an option of hooks or captures, see `quantities`.
         """

@@ -106,7 +106,7 @@ class HandleGroup(AttachmentContext):
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
         """Removes the hooks, and restores modules that were instrumented for them.
 
-        A removed hook is not started any more; a call of it in another thread runs to its end.
+        A removed hook never starts again; a call of it in another thread runs to its end.
 
         Args:
             wait: return only when no thread is still inside any of the hooks.

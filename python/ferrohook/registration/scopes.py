@@ -85,7 +85,7 @@ class Scope(Frame):
         return wrapped
 
     def close(self) -> None:
-        """Closes the scope, wherever it is entered; its hooks do not fire any more."""
+        """Closes the scope, wherever it is entered; its hooks never fire again."""
         self._close()
 
     def __repr__(self) -> str:
@@ -139,8 +139,8 @@ def innermost() -> Frame | None:
         return None
     if last.closed:
         msg = (
-            "the scope of this context was left elsewhere, together with its hooks: pass "
-            "scope='global' to register for all contexts, or pass another scope"
+            "the scope of this context was left in another context, and its hooks were removed: "
+            "pass scope='global' to register for all contexts, or pass another scope"
         )
         raise HookError(msg)
     return last

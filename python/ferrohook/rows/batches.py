@@ -49,7 +49,7 @@ class Batch(BatchBase, Scope):
     """Warns as it is left of members no module of which ran; `silent` lists them."""
 
     def _begin_service(self) -> None:
-        """Has the sites of the model serve it; called as it is entered, while any are open."""
+        """Makes the sites of the model serve it; called as it is entered, while any are open."""
         self._sites = None if self._sited is None else open_sites(self._sited())
         if self._sites is not None:
             self._sites.begin_service(self)

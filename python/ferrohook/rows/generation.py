@@ -37,7 +37,7 @@ class _GenerationBatch(Batch):
     """Tokens of the calls that run, inner ones after outer ones."""
 
     def _attach(self) -> None:
-        """Has the positions of each call found; called as it is entered."""
+        """Makes each call find its positions; called as it is entered."""
         attachment = Attachment()
         attachment.release_with(self)
         stacks = stacks_in(self._model)

@@ -5,7 +5,7 @@
 The first three read tables of which only the contents change between calls. On the CPU, where their
 kernels run in each call, these ask the site, and a call that it does not serve passes through.
 `run` has no tables: it runs the hooks of the calling context's batch. So does `run_in_place`, for
-graphs that are cut there: what is replayed behind it reads the memory of what was replayed before.
+graphs that are cut there: the graph replayed after it reads memory of the graph replayed before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDER = {
 
 
 class Site(Protocol):
-    """A site: kernels on the CPU ask it for whom they run, those on a GPU tell it of a use."""
+    """A site: kernels on the CPU ask it whom they serve, kernels on a GPU notify it of a use."""
 
     index: Tensor
     """Row of the table for each row of the batch, on the CPU."""
@@ -245,8 +245,8 @@ def _define(library: torch.library.Library) -> None:
     )
     library.impl("run_in_place", _run_in_place, "CompositeExplicitAutograd")
     torch.library.register_fake("ferrohook::run_in_place", _ran, lib=library)
-    # Hooks see values in the order of the model. A graph keeps it, as each `run` reads what the
-    # `ran` before it is said to write, and drops none of them.
+    # Hooks see values in the order of the model. A graph keeps that order and drops no hook, as
+    # each `run` reads the tensor that the `ran` before it is declared to write.
     library.define(
         "ran(Tensor x, Tensor(a!) order) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
     )  # of a tensor on the CPU

@@ -67,7 +67,7 @@ class SiteCaptures:
         """Width and dtype of the tables."""
         self._waiting: collections.deque[Taken] = collections.deque()
         self._failed: weakref.WeakSet[Request] = weakref.WeakSet()
-        """Those whose rows could not be stored: they get none of later calls either."""
+        """Requests whose rows could not be stored: they get no rows of later calls either."""
         self._lock = threading.RLock()
 
     def add(self, taken: Taken) -> None:

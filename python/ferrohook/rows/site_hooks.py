@@ -61,7 +61,7 @@ class _HookSite:
         """Runs the hooks of the batch of this context; None without a batch.
 
         Returns:
-            the tensor in memory of its own.
+            the tensor, in new memory.
         """
         sites, module = self._sites(), self._module()
         batch = None if sites is None or module is None else sites._batch_here()

@@ -209,7 +209,7 @@ def nan_watch(
     """Watches for the first NaN or infinity in the calls of this context.
 
     A context manager that returns a `NanWatch`. Counting is native, on each module. The counts are
-    read once per call of the model, which waits for a GPU; those of gradients are read before a
+    read once per call of the model, which waits for a GPU. Counts of gradients are read before a
     step of the optimizer and at the next call.
 
     Args:

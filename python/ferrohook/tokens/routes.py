@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TokenRoute:
-    """Has the tokens of a call take the experts of a route.
+    """Makes the tokens of a call take the experts of a route.
 
     Args:
         route: at a router.

@@ -280,7 +280,7 @@ class Sequences:
 
     Args:
         prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
-            caller did not tell.
+            caller did not pass them.
         accept: called with the number of tokens that have run and stay, and the id of their
             sequences: after each step of a generation with drafts, and where a cache was cut back.
     """
@@ -635,7 +635,7 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
 def _watch(
     local: Mapping[str, Any], generation: _GenerateCall, accept: Callable[[int, int], None]
 ) -> None:
-    """Has the stopping criteria of a call of `generate` report its accepted tokens, step by step.
+    """Makes the stopping criteria of a call of `generate` report its accepted tokens, step by step.
 
     The list of them is made for the call. There is one row: others `generate` does not draft for.
     """
@@ -658,7 +658,7 @@ def _watch(
 def _end_rows(
     local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[], Iterable[int]]
 ) -> None:
-    """Has a call of `generate` end rows: the next token of each is that of the sequence's end.
+    """Makes a call of `generate` end rows: the next token of each is the end-of-sequence token.
 
     Args:
         local: its local variables: the lists of processors and criteria, which are made for it.

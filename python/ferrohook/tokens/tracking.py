@@ -127,7 +127,7 @@ def paths_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 def stacks_around(
     model: nn.Module, places: Iterable[Place], paths: Mapping[nn.Module, list[str]]
 ) -> dict[str, TokenStack | None]:
-    """Returns the modules, by path, whose calls tell positions; None for one that cannot.
+    """Returns the modules, by path, whose inputs give positions; None for one without them.
 
     Args:
         model: the model.
@@ -151,10 +151,10 @@ def stacks_around(
 
 
 def stacks_to_track(model: nn.Module, places: Iterable[Place]) -> dict[str, TokenStack | None]:
-    """Returns the modules, by path, whose calls tell positions outside of plans.
+    """Returns the modules, by path, whose inputs give positions outside of plans.
 
     Raises:
-        HookError: calls of the model do not tell them.
+        HookError: inputs of the model give none.
     """
     stacks = stacks_around(model, places, paths_of(model))
     if None in stacks.values():
@@ -235,7 +235,7 @@ def _find_positions(
 
 
 def _refuse_positioned_batch(module: nn.Module) -> None:
-    """Refuses a batch that knows the positions of its requests, which its call may not tell."""
+    """Refuses a batch with positions of its requests, which its call may not have."""
     if any(isinstance(frame, BatchBase) and frame._positions for frame in frames.get(())):
         msg = (
             f"this call of {module._get_name()} belongs to a batch with positions: there, pass at= "

@@ -79,7 +79,7 @@ impl<H> Registry<H> {
         Watch::start(&self.shared, work::WATCH)
     }
 
-    /// Has calls measure how long the module runs.
+    /// Makes calls measure how long the module runs.
     #[must_use]
     pub fn time(&self) -> Watch<H> {
         Watch::start(&self.shared, work::TIME)

@@ -17,7 +17,7 @@ impl HookId {
         // Not loom's atomic: a counter that only grows needs no model, and loom would want a fresh
         // one for each execution.
         static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        // Relaxed: uniqueness needs atomicity alone, nothing is published through the counter.
+        // Relaxed: uniqueness needs only atomicity, nothing is published through the counter.
         Self(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
     }
 
@@ -98,7 +98,7 @@ pub(crate) struct HookState {
     pub(crate) phase: Phase,
     /// Position among hooks of one priority: `id`, or `-id` for a prepended hook.
     rank: i64,
-    /// Behind all other hooks, whatever the priorities.
+    /// True if it runs after all other hooks, whatever the priorities.
     last: bool,
     priority: AtomicI64,
     word: AtomicU64,
@@ -233,7 +233,7 @@ impl HookState {
 
     #[cold]
     fn wake_waiters(&self, idle: u64) {
-        // Clears the flag, which tells waiters that the hook was idle. If a thread has entered
+        // Clears the flag, which notifies waiters that the hook was idle. If a thread has entered
         // since, that one clears it when it leaves.
         let _ =
             self.word

@@ -481,7 +481,7 @@ proptest! {
     fn agrees_with_a_list(ops in prop::collection::vec((any::<Index>(), op()), 1..60)) {
         let mut world = World::new();
         for (site, op) in &ops {
-            // Mostly the first: it alone has a handle for each of its hooks.
+            // Mostly the first: only it has a handle for each of its hooks.
             let at = site.index(2 * world.sites.len()).saturating_sub(world.sites.len());
             world.perform(at, None, 0, op);
             world.check_garbage();

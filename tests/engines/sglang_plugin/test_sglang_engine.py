@@ -60,7 +60,7 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(llama: Any) -> Iterator[Any]:
-    """Comes behind all that use the scheduler of this process, whose settings it replaces.
+    """Runs after all tests that use the scheduler of this process, whose settings it replaces.
 
     Its end kills all children of this process, hence the separate file.
     """
@@ -194,7 +194,7 @@ def test_weights_replaced_in_place(llama: Any, engine: Any, tmp_path: Path) -> N
 
 
 def test_beams_are_refused(engine: Any) -> None:
-    """SGLang gives them parameters of its own, without the plan."""
+    """SGLang gives them other parameters, without the plan."""
     asked = params(JOB.plan) | {"beam_width": 2}
     with pytest.raises(ValueError, match="beam search is not supported"):
         engine.generate(input_ids=PROMPT, sampling_params=asked)

@@ -1,4 +1,4 @@
-"""vLLM in this process: several answers to a prompt (`n`), each with captures of its own."""
+"""vLLM in this process: several answers to a prompt (`n`), each with separate captures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rewound(torch.Generator):
 
 
 def with_seeds(llm: Any, patch: pytest.MonkeyPatch) -> None:
-    """Has a CPU's V1 runner take requests with seeds whose prompts come in chunks."""
+    """Makes a CPU's V1 runner take requests with seeds whose prompts come in chunks."""
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.model_runner
     if not hasattr(runner, "_sample"):
@@ -262,7 +262,7 @@ def test_with_one_name_for_all_answers_captures_are_wrong(
 def test_the_rows_of_the_prompt_run_once(
     small: Any, monkeypatch: pytest.MonkeyPatch, kept_at: Any, expected: int
 ) -> None:
-    """The first answer runs those that it captures, all others what is not in a whole block."""
+    """The first answer runs the rows that it captures, the others only rows past the last block."""
     llm, model = small
     job = Job(PROMPT, (Change(0, fh.Add(VECTOR), "generated"),), (LAYER,), kept_at=kept_at)
     asked = Asked(job, 4, 0)

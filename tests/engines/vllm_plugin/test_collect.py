@@ -64,7 +64,7 @@ def test_inputs_and_dtypes(llm: Any, models: Any, tmp_path: Path) -> None:
     prompts = prompts_of(5, 6)
     options: dict[str, Any] = {"inputs": True, "dtype": torch.float64}
     layers = ["model.layers.1", "model.layers.2"]
-    # The input of a layer of vLLM is the residual stream in two parts; that of its MLP is one.
+    # vLLM passes a layer the residual stream in two parts, and its MLP a single tensor.
     layers = [f"{each}.mlp" for each in layers]
     assert collect(llm, prompts, tmp_path, layers, **options) == (6, 0)
     model = models["llama"][1]
@@ -111,7 +111,7 @@ def test_resumes_after_damage(
     assert collect(llm, prompts, tmp_path) == (len(lost), len(prompts) - len(lost))
     check(rows_in(tmp_path), models["llama"][1], prompts)
 
-    # The control: a client that forgets what is stored.
+    # The control: a client that forgets the stored prompts.
     monkeypatch.setattr(harvest, "digests_in", lambda _text: {})
     collect(llm, prompts, tmp_path.with_name("control"))
     with pytest.raises(AssertionError, match="stored twice"):

@@ -52,7 +52,7 @@ def test_killed_at_random_points(
         for name, values in rows.items():
             torch.testing.assert_close(found[number][name], values, rtol=1e-3, atol=1e-3)
 
-    # The control: a client that forgets what is stored.
+    # The control: a client that forgets the stored prompts.
     monkeypatch.setattr(harvest, "digests_in", lambda _text: {})
     assert dies_in_fork(run, control, Kill("a batch is complete", 12))
     assert not dies_in_fork(run, control, None)

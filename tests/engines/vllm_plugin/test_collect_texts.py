@@ -81,7 +81,7 @@ def test_rows_of_texts(
     )
     monkeypatch.setattr(harvest.Harvest, "end_text", lambda it, end: of_client(it, wrong(end)))
     other = tmp_path.with_name(f"{tmp_path.name}-control")
-    if seed != 1:  # whose texts of one token have no rows of their own
+    if seed != 1:  # whose texts of one token have no rows
         collect(llm, prompts, other, kept, plan=plan, sampling=params)
         with pytest.raises((AssertionError, KeyError)):
             check(rows_in(other), model, prompts, texts, **job)

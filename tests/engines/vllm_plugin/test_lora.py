@@ -1,4 +1,4 @@
-"""Plans on models with adapters: each answer equals that of the merged weights alone."""
+"""Plans on models with adapters: each answer equals the answer of the merged weights."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_a_system_prompt_is_cached_for_requests_with_different_vectors(tmp_path:
 
 
 class Watch:
-    """Looks at which blocks requests read: those of their own plan, or that no plan changed.
+    """Checks that requests read only unchanged blocks, or blocks of their own plan.
 
     Args:
         llm: an engine of this process.

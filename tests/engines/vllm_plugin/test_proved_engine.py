@@ -118,7 +118,7 @@ def proved(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def replaying(llm: Any, *cuts: str, lost: int | None = None) -> Iterator[Graphs]:
-    """Has the steps of an engine replay graphs; what it admits of them is forgotten."""
+    """Makes the steps of an engine replay graphs; the admitted modules are restored at exit."""
     wrapper = llm.llm_engine.model_executor.driver_worker
     runner, worker = wrapper.worker.model_runner, wrapper.ferrohook
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +158,7 @@ def test_a_module_whose_plans_are_refused_ahead_refuses_no_other(
         return serve(self, plan, length, **how)
 
     worker = worker_of(compiled)
-    monkeypatch.setattr(worker, "served", worker.served)  # what it admits is forgotten
+    monkeypatch.setattr(worker, "served", worker.served)  # restored after the test
     monkeypatch.setattr(plugin, "_front_ends", weakref.WeakKeyDictionary())
     monkeypatch.setattr(self_test._Engine, "prove", refusing)
     found = proved(compiled)

@@ -173,7 +173,7 @@ def test_all_ranks_pass_the_self_test(engine: Any) -> None:
 
 
 def spoil_rows(wrapper: Any, *, only: int, name: str) -> None:
-    """Has one rank answer with the rows of a module moved by one position."""
+    """Makes one rank answer with the rows of a module moved by one position."""
     worker = wrapper.ferrohook
     if wrapper.rpc_rank != only:
         return

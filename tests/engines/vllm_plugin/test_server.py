@@ -242,7 +242,7 @@ def test_each_answer_of_a_chat_has_its_own_captures(models: Any, client: httpx.C
 
 
 def test_one_answer_that_fails_fails_the_response(client: httpx.Client) -> None:
-    """Of completions vLLM gives no part of an answer; the reason is that of one plan."""
+    """vLLM returns no partial completions; the error gives the reason of one failed plan."""
     sent = failing(Job(PROMPT), FAILS, n=3, temperature=1.0)
     for name in ("several", "several-1"):
         answer = client.post("/v1/completions", json=sent, headers={"X-Request-Id": name})

@@ -511,7 +511,7 @@ class Dice:
         )
 
     def gated(self, hook: Hook, gates: list[str]) -> Hook:
-        """A hook that depends on a gate, if it can; most of those run behind their gate."""
+        """A hook that depends on a gate, if it can; most of these run after their gate."""
         pick = self.random
         hook = dataclasses.replace(hook, prepend=False)  # a gate runs ahead of its plan's hooks
         plain = hook.kind == "times" and (hook.what, hook.phase) != ("b", "forward")

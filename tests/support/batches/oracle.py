@@ -79,7 +79,7 @@ class Token:
     """Its row, and its column where rows have several tokens."""
     position: int
     sequence: Any
-    """What is the same for all tokens of its sequence, in all calls that go on with it."""
+    """Identifies the sequence: equal for all its tokens, in all calls that continue it."""
 
 
 @dataclass(eq=False)
@@ -316,7 +316,7 @@ class Oracle:
         return ended, seen
 
     def _move(self, positions: tuple[Any, ...]) -> None:
-        """Has the batch run the tokens at some positions."""
+        """Makes the batch run the tokens at some positions."""
         self.positions = positions
         for each in self.live:
             owner = self.owners[each]
@@ -526,7 +526,7 @@ class Oracle:
     def _member(  # noqa: C901, PLR0912 (each way to fail)
         self, here: Here, owner: Owner, cut: Cut, hooks: list[Placed], *, last: bool
     ) -> Any:
-        """Returns the value behind the hooks of a member."""
+        """Returns the value after the hooks of a member."""
         now, written, late = cut.rows, None, False
         for placed in hooks:
             hook = placed.hook
@@ -587,7 +587,7 @@ class Oracle:
     def _member_hook(
         self, here: Here, owner: Owner, placed: Placed, now: Any, cut: Cut
     ) -> tuple[Any, bool]:
-        """Returns rows behind a hook; True if it fails its member."""
+        """Returns the rows after a hook; True if it fails its member."""
         hook = placed.hook
         try:
             chosen = self._changed(placed, owner, now, self._tokens(here, cut), cut)

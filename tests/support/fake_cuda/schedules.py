@@ -19,7 +19,7 @@ class Schedule:
 
     Args:
         name: `eager` (all work at once), `lazy` (none before the host waits for it), or `random`
-            with a seed behind a colon.
+            with a seed after a colon.
     """
 
     def __init__(self, name: str) -> None:

@@ -35,7 +35,7 @@ class Detector(Hook, Collectable):
 
     Subclasses implement `process_activations`, which writes to `metadata` and `tensor_metadata`.
     Both have separate contents in each context (`contextvars`): threads that share a detector see
-    what they collected themselves.
+    only their own activations.
 
     By default it runs after the controllers of its layer and sees their results.
 

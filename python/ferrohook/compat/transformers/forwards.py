@@ -136,7 +136,7 @@ def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _as_constant(function: F) -> F:
-    """Has Dynamo run a function while it traces, and treat the result as a constant."""
+    """Makes Dynamo run a function while it traces, and treat the result as a constant."""
     # `torch.compiler.assume_constant_result` does the same but imports Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -81,8 +81,8 @@ class LocalStore(Store):
         Args:
             folder: folder of the store, with a folder for each run.
             read_only: only read, beside a store that writes to the folder.
-            max_pending: bytes that may wait to be written, 256 MiB by default; a larger batch waits
-                alone.
+            max_pending: bytes that may wait to be written, 256 MiB by default; a larger batch may
+                wait if no other does.
             sync: written batches survive a loss of power too; slower.
 
         Raises:

@@ -160,14 +160,14 @@ def look_at(
 ) -> NamedTensors:
     """Proves the quantities of an engine's model, and has plans for it resolve their names.
 
-    An engine runs without them: a look that fails is logged, and its reason told to who asks.
+    An engine runs without them: a failed look is logged, and its reason reported with missing ones.
 
     Args:
         model: the engine's, loaded.
         forward: runs it for `OBSERVED_IDS`, alike each time.
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
-        places: hook points that see the stream behind blocks, by the names of these.
+        places: hook points that see the stream after blocks, by the names of the blocks.
         factor_of: returns the engine's factor of the output of the experts that
             a module chooses, where it does not multiply their weights.
 
@@ -225,7 +225,7 @@ def _check_numbers(findings: Findings) -> None:
 def _multiply_weights(
     model: nn.Module, findings: Findings, factor_of: Callable[[nn.Module], float]
 ) -> None:
-    """Has weights of experts contain the engine's factor of their output."""
+    """Makes weights of experts contain the engine's factor of their output."""
     for each in findings.proved:
         kind = kind_of(each.name)
         if kind == "expert_weights":
@@ -240,7 +240,8 @@ def _inside(
 ) -> dict[str, FoundHeads]:
     """Finds q, k, v and z where attention modules take and return them, and writes to each z.
 
-    By the path of the module around each, which is the sublayer, or of its own in a block.
+    Keys are the paths of the sublayers: of the module around the attention, or of the attention
+    itself if that module is the block.
     """
     writes = {ObservedTensor.output(path, None): noise(0.5) for path in sizes}
     changed = subject.look(writes) if writes else look

@@ -37,7 +37,7 @@ Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 """Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
 Outcomes: TypeAlias = "Mapping[str, Mapping[str, str | None]]"
-"""Why a form of plan is refused, by module and form; None where the self-test found it right."""
+"""Reason why a form of plan is refused, by module and form; None where it passed."""
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
@@ -66,18 +66,18 @@ class ModuleInfo:
     refused: str | None = None
     """Reason why it cannot be hooked."""
     inputs: tuple[Tokens | None, ...] = ()
-    """Those of each positional argument; None for one without a row per token."""
+    """Widths and bytes of positional arguments; None for one without a row per token."""
     outputs: tuple[Tokens | None, ...] = ()
-    """Those of each part of an output that is no single tensor."""
+    """Widths and bytes of the parts of an output that is not a single tensor."""
     place: str | None = None
-    """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
+    """Name of a hook point that is hooked in its stead: it sees the stream after a layer."""
     dim: int = 0
     """Dimension of the rows in its tensors."""
     start: int = 0
     """When its call starts in the observed forward, counted in starts and ends of calls."""
     end: int = 0
     proof: Mapping[str, str | None] | None = None
-    """Why a form of plan is refused, by form, None where it was right; None before a self-test."""
+    """Reason why a form of plan is refused, by form (None: it passed); None before a self-test."""
 
     def index(self, name: str, index: Any) -> Any:
         """Returns the `output_index` that an entry means.

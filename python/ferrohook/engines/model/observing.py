@@ -72,7 +72,7 @@ def observe_logits(model: nn.Module, compute: Callable[[], Tensor]) -> SampledLo
         compute: has the model compute logits of some tokens.
 
     Returns:
-        None if no module's output is what the model returns.
+        None if the model returns no module's output.
     """
     outputs: dict[str, Any] = {}
 

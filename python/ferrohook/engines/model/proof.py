@@ -1,8 +1,8 @@
-"""Proof of an engine's modules: plans do there, under its settings, what they do eagerly.
+"""Proof that plans do in an engine's modules, under its settings, the same as in eager mode.
 
-Modules share requests. Each is changed at a position of its own: the module that runs first at the
-last position, and so on. A change reaches only what runs later, at its position and behind it, so
-the checked row of a module depends on no other module's change.
+Modules share requests, each changed at a separate position: the first module to run at the last
+position, and so on. A change only reaches later modules, at its position and after it, so the
+checked row of a module depends on no other module's change.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Proof:
         """
         self._serve = serve
         found = self._proved(self._points)
-        # Rounding may send a row to other experts, say; what is wrong is wrong at other tokens too.
+        # Rounding may send a row to other experts, say; a real fault shows at other tokens too.
         wrong = [point for point in self._points if any(found[point.name].values())]
         self._again = True
         for name, again in self._proved(wrong).items():
@@ -188,7 +188,7 @@ class Proof:
         return found
 
     def _groups(self, waiting: Sequence[_Point]) -> Iterator[list[_Point]]:
-        """Splits modules into those of one request, and places them."""
+        """Splits modules into groups that share a request, and gives each its position."""
         end = self._points[-1].row_bytes if waiting else 0
         while waiting:
             group: list[_Point] = []

@@ -127,7 +127,7 @@ class StepValues(NamedTuple):
     dim: int
     """Dimension of the rows."""
     other_dims: Mapping[nn.Module, int]
-    """That of the modules where it is another."""
+    """Dimension of the rows of modules with another one."""
     head: Collection[nn.Module] = ()
     """Modules that see other rows than the step, in `dim`."""
 

@@ -40,7 +40,7 @@ _uploads: weakref.WeakKeyDictionary[Any, Uploads] = weakref.WeakKeyDictionary()
 
 
 def uploads_of(manager: Any) -> Uploads:
-    """Returns what was uploaded to a `TokenizerManager`.
+    """Returns the uploads of a `TokenizerManager`.
 
     Raises:
         ValueError: the options of the engine are bad.
@@ -181,9 +181,9 @@ def encode(info: dict[str, Any], index: int) -> None:
 
 
 def answered(response: Any, _serving: Any, request: Any, ret: Any, *_args: Any) -> Any:
-    """Behind the methods that build a response of the OpenAI routes: a field of each choice.
+    """Runs after methods that build responses of the OpenAI routes: adds a field to each choice.
 
-    Without captures it is empty: it tells that the plan was served.
+    Without captures the field is empty: it confirms that the plan was served.
     """
     if NAME not in (request.custom_params or ()) or not hasattr(response, "choices"):
         return None
@@ -212,8 +212,8 @@ async def streaming(
 async def prepared(params: Any, uploads: Uploads) -> Any:
     """Returns the parameters of a request as the scheduler takes them.
 
-    Those of a plan have the uploads that it names: vectors, of dictionaries the digests. Several
-    answers have a name in common.
+    The parameters of a request with a plan include the uploads that the plan names: its vectors,
+    and the digests of its dictionaries. Several answers share a name.
 
     Raises:
         ValueError: its plan names a vector or a dictionary that was not uploaded, or it asks for

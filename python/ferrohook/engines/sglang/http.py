@@ -49,7 +49,7 @@ class SGLangRoutes(EngineRoutes):
         self._manager = manager
 
     async def capabilities(self) -> dict[str, Any]:
-        """Tells what plans may do here; 501 if they are refused, with the reason."""
+        """Reports what plans may do here; 501 if they are refused, with the reason."""
         try:
             described = await ask(self._manager)
         except HookError as error:

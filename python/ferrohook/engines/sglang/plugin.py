@@ -137,20 +137,20 @@ def _keys_of(plan: NumberedPlan, ids: Any) -> Any:
 
 
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
-    """Has a request read no cached positions that its plan has to see."""
+    """Makes a request read no cached positions that its plan has to see."""
     plan = _numbered_plan(req)
     return limit if plan is None or plan.read is None else min(limit, plan.read)
 
 
 def _keying(original: Any, cache: Any, req: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has a request look up the keys of its plan."""
+    """Makes a request look up the keys of its plan."""
     if (plan := _numbered_plan(req)) is not None:
         ids = _keys_of(plan, ids) or array("q")  # which finds nothing
     return original(cache, req, ids, *args, **kwargs)
 
 
 def _sharing(original: Any, cache: Any, req: Any, **kwargs: Any) -> None:
-    """Has the tree take the tokens of a request with the keys of its plan."""
+    """Makes the tree take the tokens of a request with the keys of its plan."""
     if (plan := _numbered_plan(req)) is None:
         original(cache, req, **kwargs)
         return

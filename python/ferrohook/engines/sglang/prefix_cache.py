@@ -6,8 +6,8 @@ its requests have a number of the plan in their upper bits, so that only request
 find the keys and values there. Those before are every request's.
 
 Attention computes masked rows too, and NaN times zero is NaN, so a changed row may spoil rows
-before it that run in the same step. Keys and values enter the tree after the check of their step,
-and those of a failed request do not.
+before it that run in the same step. So keys and values enter the tree after the check of their
+step, unless it failed their request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def can_move(cache: Any, args: Any) -> bool:
 
 
 def check_tokens(ids: array[int]) -> None:
-    """Refuses a prompt with ids that are no tokens: they could be those of a plan's keys.
+    """Refuses a prompt with ids that are not token ids: they could be the keys of a plan.
 
     Raises:
         ValueError: it has some.

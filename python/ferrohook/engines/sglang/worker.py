@@ -156,7 +156,7 @@ class SchedulerWorker(EngineWorker):
 
     @contextlib.contextmanager
     def _all_points(self) -> Iterator[None]:
-        """Has the hook points of all layers see the stream."""
+        """Makes the hook points of all layers see the stream."""
         self._points.wanted = self._points.places.values()
         try:
             yield
@@ -430,7 +430,7 @@ class SchedulerWorker(EngineWorker):
         return plan._replace(number=self._numbers.find(salt), changed=prefix.changed)
 
     def _stream_gates(self, req: Any, request: EngineRequest) -> None:
-        """Has the values of a request's kept gates go with the tokens that its client reads."""
+        """Makes the values of a request's kept gates go with the tokens that its client reads."""
         stream, prompt = GateStream(), len(req.origin_input_ids)
         request.stream_gates(stream)
         if request.gate_stream is None:

@@ -105,7 +105,7 @@ def generate_batch(
 class _AttachingModel:
     """Stands in for a model in its own `generate_batch`, and attaches the manager made there."""
 
-    def __init__(self, model: Any, prompts: list[Prompt], untried: bool) -> None:  # noqa: FBT001 (used here alone)
+    def __init__(self, model: Any, prompts: list[Prompt], untried: bool) -> None:  # noqa: FBT001 (used only here)
         self._model = model
         self._prompts = prompts
         self._untried = untried

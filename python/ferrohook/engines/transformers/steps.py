@@ -94,10 +94,10 @@ def check_row_map(
 
     Returns:
         The values of the model's modules in the step. A mixture of experts flattens (1, tokens,
-        width), so that rows are in another dimension: by the sizes of one step alone, rows and
-        experts could be taken for each other. Then the attention modules by their index in the
-        cache, where the attention function gets only keys and values of the cache, without the
-        step's: so since transformers 5.24.
+        width), so that rows are in another dimension; the sizes of a single step could confuse
+        rows and experts. Then the attention modules by their index in the cache, where the
+        attention function gets only keys and values of the cache, without the step's: so since
+        transformers 5.24.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.

@@ -314,7 +314,7 @@ class ManagerWorker(EngineWorker):
     # --- ends --------------------------------------------------------------------------------
 
     def _forget_gone(self) -> None:
-        """Ends failed requests, then forgets those that the engine has forgotten."""
+        """Ends failed requests, then drops requests that the engine no longer knows."""
         self._end_failed()
         # Before the look at the engine: a request that is submitted meanwhile may be missing there.
         known = {*self.requests}.difference(self._submitting)

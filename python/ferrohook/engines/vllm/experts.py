@@ -46,7 +46,7 @@ def factor_of(router: nn.Module) -> float:
 
 
 def call_experts(model: nn.Module) -> None:
-    """Has vLLM call modules for routers, and for experts with their ids and weights.
+    """Makes vLLM call modules for routers, and for experts with their ids and weights.
 
     Not with a monolithic kernel, which chooses the experts itself.
     """

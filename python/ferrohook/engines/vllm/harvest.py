@@ -68,7 +68,7 @@ class _Sampling(NamedTuple):
     """Sampling parameters of a run."""
 
     params: Any
-    """`SamplingParams`, those of the first prompt."""
+    """`SamplingParams` of the first prompt."""
     recorded: str | None
     """Changes from the defaults of vLLM; None if no text follows the prompts."""
 
@@ -221,7 +221,7 @@ class _LlmRun:
 
 @contextlib.contextmanager
 def _noticing_death(client: Any) -> Iterator[None]:
-    """Has waiting calls raise if the engine's process is killed: vLLM would wait for ever.
+    """Makes waiting calls raise if the engine's process is killed: vLLM would wait for ever.
 
     Args:
         client: vLLM's client of the engine core, in this process or another.

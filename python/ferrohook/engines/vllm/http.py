@@ -68,7 +68,7 @@ class VLLMRoutes(EngineRoutes):
             raise HTTPException(501, str(error)) from error
 
     async def capabilities(self) -> dict[str, Any]:
-        """Tells what plans may do here; 501 if they are refused, with the reason."""
+        """Reports what plans may do here; 501 if they are refused, with the reason."""
         front_end = await self._front_end()
         return CAPABILITIES.described(front_end.modules, front_end.options)
 
@@ -111,8 +111,8 @@ class VLLMRoutes(EngineRoutes):
         """Returns captures while the request runs: frames of safetensors, each after its length.
 
         Length: 8 bytes, little-endian. A row comes once, as soon as its token is settled; the last
-        frame has length 0. A frame before it with `error` in its metadata tells why rows are
-        missing. Rows that were streamed are not kept. The token as in `captures`.
+        frame has length 0. A frame before it with `error` in its metadata gives the reason why rows
+        are missing. Rows that were streamed are not kept. The token as in `captures`.
         """
         front_end = await self._front_end()
         ticket = await self._ticket(front_end, request, response_id, index)

@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def _around(*paths: str) -> Callable[[F], F]:
-    """Has a function stand around methods of vLLM, which are its first argument."""
+    """Wraps methods of vLLM in a function, which gets the method as its first argument."""
 
     def note(function: F) -> F:
         _AROUND.update(dict.fromkeys(paths, function))
@@ -191,7 +191,7 @@ def _method(path: str) -> tuple[Any, Any]:
 
 
 def _wrap(path: str, function: Callable[..., Any]) -> None:
-    """Has a function stand around a method, once."""
+    """Wraps a method in a function, once."""
     owner, original = _method(path)
     if not hasattr(original, _MARK):
         name = path.rpartition(".")[2]
@@ -358,7 +358,7 @@ async def _answering(
 
 
 async def _share(engine: Any, token: str) -> None:
-    """Has other API servers find the captures of an answer's finished requests."""
+    """Makes other API servers find the captures of an answer's finished requests."""
     front_end = _front_ends.get(engine.input_processor)
     if front_end is not None and front_end.servers > 1 and (ended := front_end.ended(token)):
         await call_async(engine, "note", ended)
@@ -398,7 +398,7 @@ def _aborting(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_around("fastapi.applications.FastAPI.build_middleware_stack")
 def _stacking(original: Any, app: Any) -> Any:
-    """Has the server of an engine refuse plans on routes that would ignore them."""
+    """Makes the server of an engine refuse plans on routes that would ignore them."""
     if hasattr(app.state, "args"):  # one of vLLM's
         PlanGate.add(app, _SERVED)
     return original(app)
@@ -443,7 +443,7 @@ def _keying(original: Any, request: Any, start: int, end: int) -> Any:
 
 @_around("v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks")
 def _looking_up(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has a request read no cached positions that its plan has to see."""
+    """Makes a request read no cached positions that its plan has to see."""
     if not has_plan(request.sampling_params):
         return original(self, request, *args, **kwargs)
     coordinator = self.coordinator
@@ -477,7 +477,7 @@ def _updating(original: Any, self: Any, scheduler_output: Any, output: Any) -> A
     _safely(None, prefix_cache.share, self, scheduler_output, unchecked)
     _safely(None, steps.note_gates, self, report.gates)
     steps.retry(self, report.retried)
-    # Ended before the step's tokens are read: no text under a plan that failed, and none behind the
+    # Ended before the step's tokens are read: no text under a plan that failed, and none after the
     # token that a plan ends with.
     status, make = _named("v1.request", "RequestStatus"), _named("v1.engine", "EngineCoreOutput")
     at_once, later = steps.cut(self, output, report.stopped)

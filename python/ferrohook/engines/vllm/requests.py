@@ -125,7 +125,7 @@ class FrontEnd:
         self._reach = CacheReach() if reach is None else reach
         self.servers = servers
         self.drafts = 0
-        """Drafts of a step, at most: rows beside those of the answer that captures may hold."""
+        """Most drafts of a step: captures may hold so many more rows than the answer has."""
         self._serves = serves
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
@@ -232,7 +232,7 @@ class FrontEnd:
                 ticket.engine_id = request.request_id
 
     def read(self, engine_id: str, values: GateValues) -> None:
-        """Has values of gates go with the next event of a request's answer."""
+        """Makes values of gates go with the next event of a request's answer."""
         with self._lock:
             ticket = self._running.get(engine_id)
         if ticket is not None and (answer := streams.get(ticket.stream)) is not None:
@@ -314,7 +314,7 @@ class FrontEnd:
         Args:
             request_id: of the client, see `CapturingRequest`.
             choice: index of the answer.
-            may: tells whether who asks may have a ticket.
+            may: returns True if the client may have a ticket.
 
         Raises:
             KeyError: no such answer captured, or it was cancelled, or its captures were fetched.
@@ -358,13 +358,13 @@ def of_answer(params: Any, index: int, first: str) -> Any:
     """
     payload = params.extra_args[NAME]
     own = {**payload, "key": _key_of(payload["key"], index), "first": first}
-    made = copy.copy(params)  # vLLM's own copy may be that of other answers too
+    made = copy.copy(params)  # several answers may share vLLM's copy
     made.extra_args = {**params.extra_args, NAME: own}
     return made
 
 
 def _key_of(key: str, index: int) -> str:
-    """Returns the name of the captures of an answer, of that of the first one."""
+    """Returns the name of an answer's captures, from the name of the first answer's."""
     return f"{key}/{index}" if index else key
 
 

@@ -190,7 +190,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
     one, other = engine.prompts(length)
     both = [keep(name) for name in dict.fromkeys((first, last))]
 
-    # Each alone, in one piece.
+    # Each request by itself, in one piece.
     (plain,) = engine.serve(_Known(one, Plan(*both), 2))
     (beside,) = engine.serve(_Known(other, Plan(*both), 2))
     known = torch.cat([plain.rows(first), beside.rows(first)])

@@ -27,7 +27,7 @@ _TWO: Final = 2.5
 _NORM: Final = 1.2
 """Costs of the steps of an anatomy: of all, the one with the fewest terms is taken."""
 _SWAPPED: Final = 2
-"""Channels that are exchanged to tell a norm."""
+"""Channels that are exchanged to recognise a norm."""
 EQUATION: Final = "resid_pre + contributions = resid_post"
 NOTHING_ADDED: Final = "its output is only a norm of its input: it adds nothing"
 MOST_VALUES: Final = 400
@@ -102,7 +102,7 @@ class Anatomist:
         return self._failure(terms, numbers.index(start), numbers.index(end))
 
     def _failure(self, terms: Terms, start: int, end: int) -> str:
-        """Tells by how much the nearest sum fails."""
+        """Describes by how much the nearest sum fails."""
         residual = terms.nearest(end, start)
         if residual <= 2 * ROUNDINGS * terms.eps:
             return (
@@ -198,7 +198,7 @@ class Anatomist:
         """Returns True if a module divides its input by its size, and leaves channels apart.
 
         The output does not change with the size of the input; where two channels are exchanged,
-        it changes in these two alone; where one is enlarged, it changes in the others too. The
+        it changes only in these two; where one is enlarged, it changes in the others too. The
         epsilon makes each row smaller by a factor, before the bias.
         """
         known = self._norms.get(call.path)

@@ -32,7 +32,7 @@ class Beginning(NamedTuple):
     embed: ObservedTensor
     multiplier: float
     positions: Tensor | None
-    """What is added and is the same in each row of the batch."""
+    """Position embeddings: the added term, equal in all rows of the batch."""
     modules: tuple[str, ...]
     """Paths of modules that the sum passes, in order."""
     first: tuple[str, ...]

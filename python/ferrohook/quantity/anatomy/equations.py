@@ -32,7 +32,7 @@ class Fit(NamedTuple):
     equal: bool
     """True if each element is right up to the rounding of the terms."""
     holds: bool
-    """True if, moreover, no term is too small to be told from rounding."""
+    """True if, moreover, no term is as small as the rounding."""
 
 
 def rounding(*tensors: Tensor) -> float:

@@ -346,7 +346,7 @@ def _is_constant(parameter: Tensor) -> bool:
     if not is_kept(parameter):
         return False
     flat = parameter.detach().reshape(-1)
-    # The first elements tell of nearly all.
+    # The first elements decide nearly all cases.
     return bool((flat[:64] == flat[0]).all()) and bool((flat == flat[0]).all())
 
 

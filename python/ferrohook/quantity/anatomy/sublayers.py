@@ -33,7 +33,7 @@ TITLES: Final = {"attention": "attn", "cross": "cross", "mixer": "mixer", "mlp":
 
 
 class Entry(NamedTuple):
-    """What a sublayer takes of the stream."""
+    """Input of a sublayer from the stream."""
 
     sites: tuple[ObservedTensor, ...]
     """One, or several of a module that takes it more than once, as query, key and value."""
@@ -353,16 +353,16 @@ def _seen_inputs(calls: Iterable[ModuleCall], value: int) -> tuple[ObservedTenso
 
 
 class Experiments(NamedTuple):
-    """Looks in which what each sublayer takes is changed."""
+    """Looks in which the input of each sublayer is changed."""
 
     some: Look
-    """At some tokens."""
+    """Changes at some tokens."""
     others: Look
-    """At all others."""
+    """Changes at all other tokens."""
     both: Look
-    """At all, as in the two."""
+    """The changes of `some` and of `others`."""
     same: Look
-    """All tokens are equal; the stream itself is another, which only an entry should read."""
+    """Equal tokens; the stream itself is another, which only an entry should read."""
 
 
 class Triples(NamedTuple):
@@ -372,7 +372,7 @@ class Triples(NamedTuple):
     second: Look
     both: Look
     exchanged: Look
-    """Both, and of the last three each of the two takes the place of the other."""
+    """The changes of both, with the two changed tokens of the last three exchanged."""
 
 
 class Classifier:
@@ -429,7 +429,7 @@ class Classifier:
                         undecided.append((part, each))
         if undecided:
             self._decide(undecided, clean, kept, experiments, thirds)
-        if masked and not self._mixed:  # the mask may leave each token alone
+        if masked and not self._mixed:  # the mask may let each token see only itself
             for part in stack.parts:
                 mlps = [site for site, kind in part.kinds.items() if kind == "mlp"]
                 part.kinds |= dict.fromkeys(mlps, "unmixed")
@@ -437,7 +437,7 @@ class Classifier:
     def _rows(self, stack: BlockStack) -> tuple[int, int] | None:
         """Returns how many rows and tokens a stack's stream has: a decoder's are not the example's.
 
-        Where modules see positions of all rows in one dimension, the example tells.
+        Where modules see positions of all rows in one dimension, the example has the numbers.
         """
         stream = self._look.tensor(stack.parts[0].block.before)
         if stream.dim() == 3:  # noqa: PLR2004 (rows, tokens, width)
@@ -510,7 +510,7 @@ class Classifier:
     def _mixing(
         self, site: ObservedTensor, looks: Experiments, triples: Triples, thirds: _Thirds
     ) -> str:
-        """Tells attention from other mixers of tokens.
+        """Distinguishes attention from other mixers of tokens.
 
         Weights that depend on the tokens couple them: the effects of two do not add up. Attention
         with sinks does not average; where a token that stays takes two others, these are coupled in

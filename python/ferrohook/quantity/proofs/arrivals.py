@@ -31,7 +31,7 @@ class Arrivals:
         self._stacks = stacks
 
     def prove(self, proved: Sequence[Proved]) -> None:
-        """Tells which quantities outside of attention can be written, and the residuals.
+        """Finds the quantities outside of attention that can be written, and the residuals.
 
         All are written to at once; if an equation fails, each kind by itself.
         """

@@ -26,7 +26,7 @@ EQUATION: Final = "softmax(q @ k, scaled and masked) @ v = pattern @ v = z"
 
 
 class FoundHeads(NamedTuple):
-    """What a look found inside one attention module."""
+    """Quantities found inside one attention module."""
 
     inside: tuple[Proved, ...]
     """By names of kinds, such as `q`."""
@@ -37,18 +37,18 @@ class FoundHeads(NamedTuple):
 def look_inside(subject: Subject) -> dict[str, FoundHeads]:
     """Proves the quantities inside the attention modules of a model.
 
-    The model's own eager attention, whatever function it runs by, says what the pattern of q and k
-    is; it is theirs if it gives z, together with v. Then they are written to.
+    The model's eager attention computes the pattern from q and k, whichever attention function the
+    model runs with. The pattern is accepted if `pattern @ v` is z. Then each tensor is overwritten.
 
-    What attends to other things than tokens, to the blocks before say, has the tokens in the place
-    of heads, and is left out.
+    Modules that attend to other things than tokens, such as earlier blocks, have the tokens in the
+    dimension of heads, and are left out.
 
     Args:
         subject: a copy of the model; hooks stay on none of its modules.
 
     Returns:
-        What was found, by the path of the attention module. Empty for a model whose attention is
-        computed by no function of transformers' `AttentionInterface`.
+        The findings, by the path of the attention module. Empty for a model whose attention does
+        not use transformers' `AttentionInterface`.
     """
     tokens = None if subject.example.shape is None else subject.example.shape[1]
     names = {id(module): name for name, module in subject.model.named_modules()}
@@ -109,8 +109,8 @@ def _proved(path: str, attended: Attended, arrives: Mapping[str, bool]) -> Found
 def _written(modules: Mapping[str, Attended], subject: Subject) -> dict[str, set[str]]:
     """Returns the names of modules in which a written value arrives as it should, by point.
 
-    To the pattern in a call of its own; to the others in one, and in one of its own to each that
-    does not arrive in all modules.
+    One call writes to the pattern, and one to all other points. A point whose values do not arrive
+    in all modules is written to once more, in a separate call.
     """
     if not modules:
         return {point: set() for point in POINTS}

@@ -1,7 +1,7 @@
 """Checks of equations in a look in which quantities were written to."""
 
-# A written tensor has two values: that which was computed, on the left of the equation that gives
-# it, and that which goes on, on the right of all others.
+# A written tensor counts twice: its old value must satisfy the equation that produces it, its new
+# value the equations that consume it.
 
 from __future__ import annotations
 

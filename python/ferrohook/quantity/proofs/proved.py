@@ -44,4 +44,4 @@ class Findings:
     """Reasons of quantities that are not there, or not proved."""
     example: Example
     times: Mapping[ObservedTensor, int]
-    """When a forward passed each tensor, of those that it passed once."""
+    """Time at which a forward passed each tensor, for tensors that it passed once."""

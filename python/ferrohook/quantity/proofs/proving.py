@@ -2,10 +2,10 @@
 
 # 1. Two looks at a copy, which have to agree: they give multipliers.
 # 2. A look at a copy whose constant parameters are uneven: the anatomy of blocks is found in it.
-# 3. Looks in which each sublayer takes what it took before but for one token, and in which it takes
-#    the same at all tokens: attention mixes tokens, and averages them.
+# 3. Looks in which one token of each sublayer's input changes, and looks in which all tokens of it
+#    are equal: attention mixes tokens, and averages them.
 # 4. A look in which every quantity is written to: the equations hold for the values before and
-#    behind the writes, so each arrives where it should.
+#    after the writes, so each arrives where it should.
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def residual_of(look: Look, routed: Routed, *, after: bool = False) -> tuple[flo
 
 
 def arrive(subject: Subject, found: Mapping[str, Routed]) -> set[str]:
-    """Returns the names of routers to which can be written: weights are those of what is written.
+    """Returns the names of routers whose logits can be written: the weights then follow from them.
 
     Args:
         subject: the copy that was examined.

@@ -48,9 +48,9 @@ def prove_rules(
 
     Args:
         model: the model.
-        subject: the model or a copy, and the call in which that is looked at.
+        subject: the model or a copy, and the call in which it is examined.
         found: ids of experts among them.
-        fused: the model is an engine's, whose own routers are called, and not those of a copy. A
+        fused: the model is an engine's; its own routers are called, not the routers of a copy. A
             kernel may compute the weights, which rounds differently: where no rule gives the same
             bits, one that holds within rounding will do.
     """
@@ -91,7 +91,7 @@ def _calls_of(subject: Subject, paths: set[str]) -> dict[str, tuple[Any, Any]]:
 
 
 class _Sample:
-    """What a router returned."""
+    """Output of a router."""
 
     def __init__(self, routing: Routing, output: Any) -> None:
         parts = (routing.logits, routing.ids, routing.weights)

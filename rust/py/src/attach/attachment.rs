@@ -251,7 +251,7 @@ impl Attachment {
         })
     }
 
-    /// Has the attachment released when a scope is closed.
+    /// Registers the attachment to be released when a scope closes.
     ///
     /// Raises:
     ///     HookError: the scope is closed; the attachment was released.
@@ -259,7 +259,8 @@ impl Attachment {
         scope.0.get().release_at_end(py, Box::new(slf))
     }
 
-    /// Has the attachment released by `release_unused` of one of these modules, which its hooks are on.
+    /// Registers the attachment to be released by `release_unused` of one of these modules, which have
+    /// its hooks.
     fn release_when_unused(slf: &Bound<'_, Self>, modules: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
         let mut modules = modules.iter();
         modules.try_for_each(|module| {

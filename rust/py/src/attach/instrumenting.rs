@@ -247,7 +247,7 @@ impl<'py> MadeClass<'py> {
         })
     }
 
-    /// Has a dispatcher run the calls of a module, for callers that hold the lock.
+    /// Makes a dispatcher run the calls of a module, for callers that hold the lock.
     fn install(
         &self,
         module: &Bound<'py, PyAny>,
@@ -330,7 +330,7 @@ pub fn register_each<'py>(
     })
 }
 
-/// Has `release_unused(module)` release an attachment; a wrapper has none.
+/// Registers an attachment that `release_unused(module)` releases; a wrapper has none.
 pub fn release_when_unused(
     module: &Bound<'_, PyAny>,
     attachment: Box<dyn Release>,
@@ -344,7 +344,7 @@ pub fn release_when_unused(
 }
 
 /// Releases the attachments of global hooks on a module, if each of their hooks is removed;
-/// a copy, if it was instrumented for hooks alone.
+/// a copy, if it was instrumented only for hooks.
 #[pyfunction]
 pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
     if has_hooks_elsewhere(module)? {

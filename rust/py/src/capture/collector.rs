@@ -210,7 +210,7 @@ impl Collector {
         tensors.any(|tensor| tensor.recorded)
     }
 
-    /// Has readers ask Python for values, which may have to wait for a GPU first.
+    /// Makes readers ask Python for values, which may have to wait for a GPU first.
     fn await_values(&self) {
         // Relaxed: readers know of the batch that was left here.
         self.awaited.store(true, Ordering::Relaxed);

@@ -163,7 +163,7 @@ impl Again for KeepAgain {
     }
 }
 
-/// Has a gradient of a tensor stored. Returns false if it will get none.
+/// Registers a gradient of a tensor to be stored. Returns false if it will get none.
 fn tap(
     collector: &Bound<'_, Collector>,
     slot: TensorSlot,

@@ -29,7 +29,7 @@ pub struct FrameId(u64);
 impl Default for FrameId {
     fn default() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: uniqueness needs atomicity alone.
+        // Relaxed: uniqueness needs only atomicity.
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
@@ -277,7 +277,7 @@ impl Frame {
         }
     }
 
-    /// Has the operators run in graphs that contexts with this frame trace.
+    /// Makes the operators run in graphs that contexts with this frame trace.
     pub fn use_operators(&self) {
         // Relaxed: the context that reads it entered the frame, or registered here.
         self.needs.operators.store(true, Ordering::Relaxed);
@@ -326,7 +326,7 @@ impl Frame {
         Ok(hooks)
     }
 
-    /// Has an attachment released on close; a closed frame releases it at once and raises.
+    /// Registers an attachment to be released on close; a closed frame releases it at once and raises.
     pub fn release_at_end(&self, py: Python<'_>, attachment: Box<dyn Release>) -> PyResult<()> {
         if let Err(closed) = self.check_open(py) {
             attachment.release(py)?;
@@ -338,12 +338,12 @@ impl Frame {
             .inspect_err(|_| drop(self.life.attachments.release(py)))
     }
 
-    /// Takes out what is released on close, for `put_releases`.
+    /// Takes out the attachments that close would release, for `put_releases`.
     pub fn take_releases(&self) -> Releases {
         self.life.attachments.take()
     }
 
-    /// Has these released on close: at once if it is closed.
+    /// Registers these to be released on close: at once if it is closed.
     pub fn put_releases(&self, py: Python<'_>, releases: Releases) -> PyResult<()> {
         self.life.attachments.extend(releases);
         if self.closed() {
@@ -421,7 +421,7 @@ impl Frame {
         self.end(py, &PyErr::from_value(error.into_any()))
     }
 
-    /// Has it fail with `TimeoutError` in batches once so many seconds have passed; the first time
+    /// Makes it fail with `TimeoutError` in batches once so many seconds have passed; the first time
     /// that it is called counts.
     fn expire(&self, seconds: f64) -> PyResult<()> {
         let after = Duration::try_from_secs_f64(seconds)

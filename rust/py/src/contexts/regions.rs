@@ -438,7 +438,7 @@ impl ForwardLog {
         RegionRun::new(&self.0, false)
     }
 
-    /// Has what runs inside repeat the forward: a context manager.
+    /// Makes the code inside repeat the forward: a context manager.
     ///
     /// Raises:
     ///     HookError: a hook that ran is removed, or its scope left.

@@ -27,7 +27,7 @@ pub trait FrameSlot: Any + Send + Sync {
         None
     }
 
-    /// Has hooks find a former [state](Self::state) on this thread, until `end_repeat`.
+    /// Makes hooks find a former [state](Self::state) on this thread, until `end_repeat`.
     fn begin_repeat(&self, _state: SlotState) {}
 
     /// Ends the innermost repeat on this thread.

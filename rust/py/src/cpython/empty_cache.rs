@@ -1,4 +1,4 @@
-//! `EmptyCache`: tells in few instructions that hook dicts are empty.
+//! `EmptyCache`: checks in few instructions that hook dicts are empty.
 
 use std::array;
 use std::ptr;

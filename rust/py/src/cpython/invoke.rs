@@ -95,7 +95,7 @@ pub fn call<'py, const N: usize>(
         *slot = arg.as_ptr();
     }
     let nargsf = N | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
-    // SAFETY: `N` live objects stand behind a slot that may be written.
+    // SAFETY: a slot that may be written precedes `N` live objects.
     unsafe { vectorcall(callable, all.as_mut_ptr().add(1), nargsf, None) }
 }
 

@@ -166,7 +166,7 @@ impl GateGroup {
         Ok(joined)
     }
 
-    /// Has the gates read their rows; `failed` takes the errors of parts.
+    /// Makes the gates read their rows; `failed` takes the errors of parts.
     fn read(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) -> PyResult<()> {
         let py = shared.value.py();
         let part = self.hooks[0].get().part.as_ref();

@@ -68,7 +68,7 @@ pub struct InterventionBase {
     casts: Casts,
     /// Tables of batches whose first intervention it is.
     pub tables: Mutex<Vec<Table>>,
-    /// What it reads a tensor with: interventions of one class that share it read the rows of all
+    /// Reads tensors for it: interventions of one class with the same reader read the rows of all
     /// members of a batch at once.
     pub reader: Option<Py<PyAny>>,
     /// True if graphs can have it.

@@ -395,7 +395,7 @@ struct StrengthsOfParts<'py> {
 }
 
 impl<'py> StrengthsOfParts<'py> {
-    /// Adds those of a part; `constant`: strength of its hook, if it follows no gate.
+    /// Adds the strengths of a part; `constant`: strength of its hook, if it follows no gate.
     fn add(
         &mut self,
         py: Python<'py>,

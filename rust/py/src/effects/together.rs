@@ -151,7 +151,7 @@ impl InterventionGroup {
     ) -> PyResult<Bound<'py, PyAny>> {
         let first = self.hooks[0].bind(value.py());
         if first.get().part.is_some() && torch::is_tensor(value)? {
-            // Of a tensor it counts the rows of each member: each runs alone.
+            // An index into a tensor counts the rows of each member, so each runs separately.
             return Err(PyIndexError::new_err("an index of a tensor"));
         }
         let change = Change {
@@ -346,7 +346,7 @@ impl InBatch for InterventionBase {
         _phase: Phase,
         _owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
-        // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
+        // A vector that broadcasts otherwise, or that is trained, changes the rows of each member separately.
         let row = self.reader.is_some()
             || self
                 .dims

@@ -143,5 +143,5 @@ impl Native for TokenHook {
     }
 }
 
-// Each member runs alone.
+// Each member runs separately.
 impl InBatch for TokenHook {}

@@ -128,8 +128,8 @@ impl GateAggregation {
 impl GateAggregation {
     /// Makes values from readings in order of position, each with the precision of float32.
     ///
-    /// `counts`: for each value the number of readings up to its token, with `over="prompt"` those of
-    /// the prompt only; 0, or fewer than a window has, if it is unknown: NaN. `running`: results after
+    /// `counts`: for each value the number of readings up to its token, with `over="prompt"` only in
+    /// the prompt. The value is NaN if the count is 0, or less than a window has. `running`: results after
     /// each of the first readings, as an earlier call left them, which are extended.
     pub fn values(&self, readings: &[f64], counts: &[usize], running: &mut Vec<f64>) -> Vec<f64> {
         let stepwise = match (self.over, self.by) {

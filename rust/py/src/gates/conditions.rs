@@ -192,7 +192,7 @@ struct Ramp {
 
 /// How much of a change is made at some tokens.
 pub enum Strengths<'py> {
-    /// All of it, or what the hook says.
+    /// All of it, or the hook's own strength.
     Constant,
     Numbers(Vec<f64>),
     /// Tensor with a gradient.

@@ -91,7 +91,7 @@ impl RowReadings {
         positions.iter().map(graph).collect()
     }
 
-    /// Forgets what was computed from the readings.
+    /// Drops the values computed from the readings.
     fn restart(&mut self) {
         self.running.clear();
         self.counting = 0;
@@ -162,7 +162,7 @@ impl RowReadings {
         (values, (!known).then_some(ends))
     }
 
-    /// Returns what the values at positions are made of.
+    /// Returns the readings from which the values at positions are made.
     pub fn made_of(
         &mut self,
         gate: &GateAggregation,

@@ -183,7 +183,7 @@ impl GateReadings {
 }
 
 impl GateReadings {
-    /// Returns those of a request.
+    /// Returns the readings of a request.
     pub fn of<'py>(request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Self>> {
         let found = request.getattr(intern!(request.py(), "gates"))?;
         Ok(found.cast_into()?)

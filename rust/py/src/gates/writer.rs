@@ -1,4 +1,4 @@
-//! `GateWriter`: what is done with the readings of a gate.
+//! `GateWriter`: stores the readings of a gate, and ends requests with them.
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -12,7 +12,7 @@ use crate::rows::call_tokens::CallTokens;
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct GateWriter {
     gate: Py<GateAggregation>,
-    /// Those of the plan that depend on the gate.
+    /// The plan's stops that depend on the gate.
     stops: Vec<Py<StopCheck>>,
 }
 

@@ -26,7 +26,7 @@ pub struct Hook {
 
 /// Parts that few hooks have.
 struct Rare {
-    /// Has the module timed while the hook is registered.
+    /// Makes calls time the module while the hook is registered.
     _times: Option<Watch<Hook>>,
     /// Error that disabled the hook by its `on_error`, as text.
     failure: Mutex<Option<String>>,

@@ -84,7 +84,7 @@ pub struct Traced<'py> {
     pub faithful: bool,
     /// Key of the operator that stands in the graph for hooks of this form, after all others.
     pub operator: Option<String>,
-    /// True if the operator stands at the hook's own place, for it alone.
+    /// True if the operator stands at the hook's own place, only for this hook.
     pub in_place: bool,
 }
 

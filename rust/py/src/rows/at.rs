@@ -264,7 +264,7 @@ pub struct PlacesOfRows {
     masks: Box<[OnceLock<Arc<Mask>>]>,
 }
 
-/// Places of tokens among those of a member's padded rows, for each of the positions of its plan.
+/// Places of tokens in a member's padded rows, for each of the positions of its plan.
 pub struct PlacesOfTokens {
     places: Box<[Vec<TokenPlace>]>,
     /// Number of rows, and of columns.

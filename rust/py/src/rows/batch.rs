@@ -229,7 +229,7 @@ impl BatchBase {
         self.positions.lock().as_ref()?.columns
     }
 
-    /// Has sites serve the plans of the members: their hooks fire in no call, except of modules in
+    /// Makes sites serve the plans of the members: their hooks fire in no call, except of modules in
     /// `outside`, by the ids of their registries. `copies`: what hooks capture is copied, as the memory
     /// is written later.
     ///
@@ -247,7 +247,7 @@ impl BatchBase {
         })
     }
 
-    /// Has its `_attach` called as it is entered, which no interrupt leaves half-done.
+    /// Makes entering it call `_attach`, which no interrupt leaves half-done.
     fn _attach_as_entered(&self) {
         self.attaches.store(true, Ordering::Relaxed);
     }
@@ -366,8 +366,8 @@ impl BatchBase {
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
-        // A batch that is refused begins none. One that was interrupted as it began is closed, as in
-        // entering it alone: it would record nothing.
+        // If the batch is refused, no member has started. A member whose start was interrupted is
+        // closed, as when it is entered by itself: it would record nothing.
         for member in &this.members {
             let frame = member.frame.bind(py);
             Frame::begin(frame).inspect_err(|_| {

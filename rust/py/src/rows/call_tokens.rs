@@ -75,7 +75,7 @@ impl CallTokens {
         }
     }
 
-    /// Tokens whose positions nobody asks for.
+    /// Tokens whose positions are not needed.
     pub fn unknown(count: usize) -> Self {
         Self {
             positions: vec![Position::NOBODY; count].into(),

@@ -211,8 +211,8 @@ impl Mask {
         broadcast(spread, x, dims)
     }
 
-    /// Returns the mask of those of its tokens, in order, for which `acts` is true: at least one and
-    /// not all.
+    /// Returns a mask of the tokens for which `acts` is true. It has a value for each token of this
+    /// mask, in order; at least one is true and not all.
     pub fn refined(&self, py: Python<'_>, acts: Vec<bool>) -> PyResult<Self> {
         let bools = self.bools.bind(py);
         let device = bools.getattr(intern!(py, "device"))?;

@@ -1,9 +1,9 @@
 //! Matrices whose rows are the tokens of a padded batch, one row of it after the other, as routers and
 //! experts take and return them.
 //!
-//! That a tensor has as many rows does not tell: the tokens that one expert gets may be as many, in
-//! another order. What tells is the call itself: the module took tensors of (batch, length, ...), or a
-//! matrix that is a view of one.
+//! The number of rows does not decide it: one expert may get as many tokens, in another order. The
+//! call itself decides it: the module took tensors of (batch, length, ...), or a matrix that is a
+//! view of one.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -187,7 +187,7 @@ impl Membership {
         Ok(())
     }
 
-    /// Has sites serve the plan of a member, which cannot have extra hooks until it parts.
+    /// Makes sites serve the plan of a member, which cannot have extra hooks until it parts.
     pub fn serve(py: Python<'_>, frame: &Frame) -> PyResult<()> {
         if let Some(membership) = Self::of(frame) {
             membership.0.lock().in_sites = true;

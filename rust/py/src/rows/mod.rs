@@ -1,6 +1,6 @@
 //! Rows: batches, in whose calls the hooks of many requests run, each on its request's rows.
 //!
-//! A batch is a frame in the context, like a scope. Its slot tells the call of
+//! A batch is a frame in the context, like a scope. Its slot gives the call
 //! [`batch::Batches`], which takes the hooks of the members for each phase. Native hooks of all
 //! members are a program ([`calls::program`]), which is cached for the next calls
 //! ([`calls::program_cache`]). Other hooks run one by one, on tensors narrowed to the member's rows

@@ -76,7 +76,7 @@ pub struct TokenPositions {
     /// Row in the request of each token; None if the request has one row.
     pub rows: Option<Arc<[usize]>>,
     pub dims: TokenDims,
-    /// Id of the token sequences, which tells the sequences of one request apart; see [`OF_REQUEST`].
+    /// Id of the token sequences, which distinguishes the sequences of one request; see [`OF_REQUEST`].
     pub sequences: u64,
 }
 

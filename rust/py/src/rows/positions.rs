@@ -38,7 +38,7 @@ impl Positions {
     }
 
     /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan. A
-    /// function of `at` that raises fails the member alone.
+    /// function of `at` that raises fails only its member.
     pub fn place(
         &self,
         py: Python<'_>,

@@ -65,7 +65,7 @@ impl<'py> Memory<'py> {
             |tensor: &Bound<'py, PyAny>| -> PyResult<usize> { facts.numel.of(tensor)?.extract() };
         let tensor = if count(tensor)? >= many || cfg!(Py_GIL_DISABLED) {
             // An alias keeps the memory alive if another thread assigns to the tensor's `data`
-            // meanwhile. A mode may return any tensor: from here on it alone is asked.
+            // meanwhile. A mode may return any tensor: from here on only that tensor is read.
             facts.detach.of(tensor)?
         } else {
             tensor.clone()
@@ -137,7 +137,7 @@ impl<'py> Memory<'py> {
     }
 }
 
-/// Has torch reduce a tensor by a function of `ferrohook.detectors.reductions`. Returns a tuple, None for a
+/// Makes torch reduce a tensor by a function of `ferrohook.detectors.reductions`. Returns a tuple, None for a
 /// tensor without numbers, or an object to await the tuple from.
 pub fn reduce<'py>(function: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let reductions = tensor.py().import("ferrohook.detectors.reductions")?;

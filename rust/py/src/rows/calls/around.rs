@@ -319,7 +319,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
     }
 
     /// Runs the hooks of members that merge; an inner error means that each member's hooks have to
-    /// run alone.
+    /// run separately.
     fn run_program(
         &self,
         program: &Program,
@@ -381,7 +381,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         Ok(())
     }
 
-    /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows. Returns
+    /// Runs the pre-hooks of each member separately, on the call's arguments narrowed to its rows. Returns
     /// new arguments, and adds the arguments that they stand for.
     fn forward_pre_of_each(
         &self,
@@ -442,7 +442,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         Ok(Some((args, self.call.kwargs.is_some().then_some(kwargs))))
     }
 
-    /// Runs the forward hooks of each member alone, on tensors narrowed to its rows. Returns the
+    /// Runs the forward hooks of each member separately, on tensors narrowed to its rows. Returns the
     /// replaced output.
     fn forward_of_each(
         &self,

@@ -31,7 +31,7 @@ pub struct TokenPart {
 
 /// Tokens at positions of some parts. All tokens of the parts are counted one part after the other.
 pub struct JoinedTokens<'py> {
-    /// The parts that have some: places among those that were asked for, members, and tokens.
+    /// The parts with tokens: index in `asked`, member, and tokens.
     pub parts: Vec<(usize, Bound<'py, PyAny>, CallTokens)>,
     /// Place of each token among all.
     index: Index,
@@ -143,8 +143,8 @@ impl<'py> JoinedTokens<'py> {
         Ok(dims)
     }
 
-    /// Takes the tokens of a tensor, of which `selection` has the parts' rows: a dimension in place of
-    /// those that index tokens.
+    /// Takes the tokens of a tensor; `selection` has the parts' rows in it. One dimension of tokens
+    /// replaces the dimensions that index them.
     pub fn take(
         &self,
         x: &Bound<'py, PyAny>,
@@ -168,8 +168,8 @@ impl<'py> JoinedTokens<'py> {
         flat.call_method1(intern!(py, "index_select"), (0, places))
     }
 
-    /// Returns a tensor of bools for all tokens, in the shape in which it broadcasts to a tensor of the
-    /// parts' rows: true for those of the tokens for which `acts` is.
+    /// Returns a tensor of bools that broadcasts to a tensor of the parts' rows: the tokens take the
+    /// values of `acts`, all others are false.
     pub fn mask(&self, acts: &[bool], x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         let mut all = vec![false; self.count];

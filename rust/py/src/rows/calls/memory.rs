@@ -114,7 +114,7 @@ impl<'py> SharedMemory<'py> {
                     elsewhere |= other.covers(tensor)?;
                 }
             }
-            // Alone, with an argument that is the output itself, it has nothing to share with others.
+            // A single argument that is the output itself shares memory with no other.
             if tensors.len() < 2 && within {
                 continue;
             }
@@ -231,7 +231,7 @@ pub fn is_expanded(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
 }
 
 /// Copies rows of a tensor. Numbers that it has in several places stand in one place of the copy, so
-/// that a write in place is refused there as it is alone.
+/// that a write in place is refused there as outside of a batch.
 fn copy_of<'py>(
     tensor: &Bound<'py, PyAny>,
     rows: &Rows,

@@ -163,7 +163,7 @@ pub trait InBatch: Native {
     }
 
     /// Returns its form that runs for many members of a batch at once; None if it runs for each
-    /// alone. `object`: the hook itself; `owner`: the member.
+    /// separately. `object`: the hook itself; `owner`: the member.
     fn merges(
         &self,
         _object: &Bound<'_, PyAny>,

@@ -104,7 +104,7 @@ impl Program {
         }
     }
 
-    /// The members, to be run alone.
+    /// The members, to be run separately.
     pub fn each(&self) -> Vec<(usize, &[Arc<Entry<Hook>>])> {
         let members = self.members.iter();
         members

@@ -22,7 +22,7 @@ use crate::rows::places::{TokenPlace, TokenPositions};
 use crate::torch::tensors::{map_tensors, tensors_of};
 
 impl MergingMember {
-    /// Returns the merging hooks of a member; None if one of them runs for each member alone.
+    /// Returns the merging hooks of a member; None if one of them runs for each member separately.
     pub fn of(
         py: Python<'_>,
         phase: Phase,
@@ -146,7 +146,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
     }
 
     /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
-    /// that each member's hooks have to run alone. `replaced` gets the members whose rows changed.
+    /// that each member's hooks have to run separately. `replaced` gets the members whose rows changed.
     pub fn run(
         &self,
         value: &Bound<'py, PyAny>,

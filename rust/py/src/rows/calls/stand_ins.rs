@@ -1,7 +1,7 @@
 //! Arguments of a call that pre-hooks of members replaced.
 //!
 //! The rows of the other members in such an argument are copies. Writes to these in place, of the
-//! module or of a hook, go into the tensor that it stands for as well, as in a call of that member alone.
+//! module or of a hook, go into the tensor that it stands for as well, as in a call of only that member.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -147,7 +147,7 @@ impl StandIns {
         Ok(())
     }
 
-    /// True if a member has arguments that share memory for it alone.
+    /// True if a member has arguments that share memory only in its part of the call.
     pub fn has_pairs(&self, member: usize) -> bool {
         self.pairs.iter().any(|pair| pair.member == member)
     }

@@ -500,7 +500,7 @@ impl<'a, 'py> Value<'a, 'py> {
         Ok(fresh && shared.is_none_or(|shared| shared.only_within(tensor)))
     }
 
-    /// Writes rows in place to the tensor of the batch, as the member would alone.
+    /// Writes rows in place to the tensor of the batch, as the member would outside of a batch.
     fn write_back(
         &self,
         given: &Given<'py>,
@@ -568,7 +568,7 @@ impl<'a, 'py> Value<'a, 'py> {
     }
 
     /// Returns the value with the changed rows; None if there are none. Makes one copy of each
-    /// changed tensor. A member whose rows cannot be written fails alone.
+    /// changed tensor. If rows cannot be written, only their member fails.
     pub fn merged(&mut self) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.whole.py();
         while self.changes.iter().any(|changes| !changes.is_empty()) {
