@@ -29,7 +29,7 @@ from support.serving import random_jobs as random_jobs
 from support.serving import save_model as save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from support.engines import Job
@@ -86,8 +86,9 @@ def start(folder: Path, **options: Any) -> Any:
         raise
 
 
-def start_asynchronous(folder: Path, **options: Any) -> Any:
-    """Starts an engine that schedules ahead, which vLLM allows on GPUs only."""
+@contextlib.contextmanager
+def scheduling_ahead() -> Iterator[None]:
+    """Starts engines that schedule asynchronously, which vLLM does on GPUs only."""
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
 
     check = CpuPlatform.check_and_update_config
@@ -98,7 +99,7 @@ def start_asynchronous(folder: Path, **options: Any) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(checking))
-        return start(folder, **options)
+        yield
 
 
 def start_compiled(folder: Path, **options: Any) -> Any:

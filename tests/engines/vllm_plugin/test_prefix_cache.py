@@ -27,9 +27,9 @@ from support.vllm_engine import (
     WIDTH,
     Answer,
     sampling,
+    scheduling_ahead,
     serve,
     start,
-    start_asynchronous,
     state,
     stop,
 )
@@ -305,7 +305,8 @@ def small(
     if "ahead" in kind:
         # The model drafts for itself, without the plan.
         drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
-        llm = start_asynchronous(folder, speculative_config=drafts, **options)
+        with scheduling_ahead():
+            llm = start(folder, speculative_config=drafts, **options)
     else:
         llm = start(folder, **options)
     yield llm, model

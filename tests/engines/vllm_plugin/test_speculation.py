@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,11 @@ from support.vllm_engine import (
     WIDTH,
     Answer,
     sampling,
+    scheduling_ahead,
     serve,
     serve_at_once,
     start,
-    start_asynchronous,
+    start_compiled,
     state,
     stop,
 )
@@ -69,32 +71,41 @@ def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, save_repeating_model(folder)
 
 
-AHEAD = ("draft_model ahead", "eagle ahead")
+AHEAD = ("draft_model ahead", "eagle ahead", "draft_model ahead compiled")
+SITES = ["model.embed_tokens", "model.layers.*", "model.layers.1.mlp", "model.norm"]
 
 
-@pytest.fixture(scope="module", params=[*METHODS, *AHEAD])
-def scheduled(request: pytest.FixtureRequest) -> str:
-    """Method of speculative decoding, and "ahead" if the engine schedules asynchronously."""
+@pytest.fixture(scope="module", params=[*METHODS, "ngram compiled", *AHEAD])
+def setting(request: pytest.FixtureRequest) -> str:
+    """Method of speculative decoding, then how the engine schedules and runs."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def method(scheduled: str) -> str:
+def method(setting: str) -> str:
     """Method of speculative decoding."""
-    return scheduled.partition(" ")[0]
+    return setting.partition(" ")[0]
+
+
+def start_drafting(setting: str, folder: Path, **options: Any) -> Any:
+    config = speculative_config(setting.partition(" ")[0], folder)
+    with scheduling_ahead() if "ahead" in setting else contextlib.nullcontext():
+        if "compiled" not in setting:
+            return start(folder, speculative_config=config, **options)
+        return start_compiled(
+            folder,
+            speculative_config=config,
+            additional_config={"ferrohook": {"sites": SITES}},
+            compilation_config={"cudagraph_mode": "NONE"},
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
-def drafting(scheduled: str, method: str, repeating: tuple[Path, Any]) -> Iterator[Any]:
+def drafting(setting: str, repeating: tuple[Path, Any]) -> Iterator[Any]:
     """An engine that drafts, with blocks for a few requests."""
-    config = speculative_config(method, repeating[0])
-    begin = start_asynchronous if "ahead" in scheduled else start
-    llm = begin(
-        repeating[0],
-        speculative_config=config,
-        num_gpu_blocks_override=11,
-        max_num_batched_tokens=48,
-    )
+    options = {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 48}
+    llm = start_drafting(setting, repeating[0], **options)
     yield llm
     stop(llm)
 
@@ -144,7 +155,7 @@ def test_readings_of_rejected_drafts_would_be_found(
     assert wrong_answers(repeating[1], plain, answers, NEW)
 
 
-@pytest.mark.parametrize("scheduled", AHEAD, indirect=True)
+@pytest.mark.parametrize("setting", AHEAD, indirect=True)
 def test_positions_of_the_host_would_be_found(
     repeating: tuple[Path, Any],
     drafting: Any,
@@ -294,14 +305,12 @@ def spoiling(
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         # Its runner has no `drafter` whose drafts a test could replace.
         pytest.skip("the drafts of the model runner V2 come from a kernel")
-    method, _, ahead = request.param.partition(" ")
-    begin = start_asynchronous if ahead else start
-    llm = begin(repeating[0], speculative_config=speculative_config(method, repeating[0]))
+    llm = start_drafting(request.param, repeating[0])
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     original = drafter.propose
 
     def propose(*args: Any, **named: Any) -> Any:
-        if ahead:
+        if "ahead" in request.param:
             return original(*args, **named).fill_(UNSEEN)
         return [[UNSEEN] * 2 if tokens else [] for tokens in args[1]]
 

@@ -20,7 +20,7 @@ CAPABILITIES: Final = Capabilities(
         "eager engines: any module that runs once per forward, and routes",
         "compiled engines: the outputs of the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
-        "eager engines: speculative decoding by ngram, suffix, draft models and EAGLE",
+        "speculative decoding by ngram, suffix, draft models and EAGLE",
         "data parallelism with vLLM's own load balancer, for models without experts",
         "tensor parallelism, for modules that have the same tensors on all ranks",
         "compiled engines with piecewise CUDA graphs, for the sites that pass the self-test",
@@ -42,7 +42,6 @@ CAPABILITIES: Final = Capabilities(
         "microbatches": "a forward has only some of the rows; not tested",
         "adaptive verification of drafts": "only the device knows the rows of each request: start "
         "with enable_adaptive_verification=False in speculative_config",
-        "drafts in compiled engines": "not tested",
         "drafts with tensor parallelism": "not tested",
         "drafts by other methods": "only these were tested: " + ", ".join(_METHODS),
         "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
@@ -118,7 +117,6 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "microbatches": bool(parallel.use_ubatching),
         "adaptive verification of drafts": drafts is not None
         and bool(drafts.enable_adaptive_verification),
-        "drafts in compiled engines": drafts is not None and bool(compilation.mode),
         "drafts with tensor parallelism": drafts is not None and parallel.tensor_parallel_size > 1,
         "drafts by other methods": drafts is not None and drafts.method not in _METHODS,
         "KV transfer": config.kv_transfer_config is not None,
