@@ -177,6 +177,11 @@ class EngineRequest:
             if self.gate_stream is not None:
                 self.gate_stream.take_back(tokens - 1)
 
+    def wait(self) -> None:
+        """Notes that it has to run again, from a step on in which the engine resumes it."""
+        self.waits = True
+        self.retried = self.end - self.drafts
+
     def resume(self, tokens: int) -> None:
         """Notes that it runs again after a preemption, with that many tokens, see `decide`."""
         self.waits = False

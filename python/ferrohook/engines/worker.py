@@ -358,11 +358,9 @@ class EngineWorker:
         An engine may pad even that run with drafts: vLLM does so with prompts of one token.
         """
         if request.name not in self._retried:
-            tokens = request.end - request.drafts
-            if not request.drafts or tokens == request.retried:
+            if not request.drafts or request.end - request.drafts == request.retried:
                 return False
-            request.retried = tokens
-            request.waits = True
+            request.wait()
             self._retried.add(request.name)
         return True
 

@@ -28,8 +28,18 @@ from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 from support.engines import Change, Job
 from support.replayed import Operation, Recorder, Replayed
-from support.serving import LAYERS, WIDTH, Answer
-from support.vllm_engine import EOS, save_model, serve_at_once, start, start_compiled, stop
+from support.serving import LAYERS, WIDTH, Answer, wrong_answers
+from support.speculation import DraftCount, drafted_jobs, save_repeating_model, speculative_config
+from support.vllm_engine import (
+    EOS,
+    save_model,
+    scheduling_ahead,
+    serve,
+    serve_at_once,
+    start,
+    start_compiled,
+    stop,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,18 +101,26 @@ class Graphs:
         return self._graphs[rows](**inputs)
 
 
-@pytest.fixture(scope="module")
-def compiled(models: Any) -> Iterator[Any]:
+def start_cut(folder: Path, sites: list[str], **options: Any) -> Any:
+    """Starts a compiled engine whose sites change tensors in place.
+
+    As on a GPU, where the mode is PIECEWISE.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        # As on a GPU, where the mode is PIECEWISE: sites change tensors in place.
         from ferrohook.engines.vllm.worker import RunnerWorker  # noqa: PLC0415
 
         patch.setattr(RunnerWorker, "_cut_graphs", lambda _self: True)
-        made = start_compiled(
-            models["llama"][0],
-            additional_config={"ferrohook": {"sites": SITES}},
+        return start_compiled(
+            folder,
+            additional_config={"ferrohook": {"sites": sites}},
             compilation_config={"cudagraph_mode": "NONE"},
+            **options,
         )
+
+
+@pytest.fixture(scope="module")
+def compiled(models: Any) -> Iterator[Any]:
+    made = start_cut(models["llama"][0], SITES)
     yield made
     stop(made)
 
@@ -144,6 +162,30 @@ def test_rows_of_several_heads_pass(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_norm" in found  # (tokens, heads, width of a head)
     assert all(outcome == RIGHT for outcome in found.values())
     stop(llm)
+
+
+def test_steps_with_drafts_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by default on a GPU: graphs, and steps that are scheduled ahead."""
+    model = save_repeating_model(tmp_path)
+    with scheduling_ahead():
+        llm = start_cut(
+            tmp_path,
+            [*SITES, "model.layers.1.mlp"],
+            speculative_config=speculative_config("draft_model", tmp_path),
+        )
+    jobs = drafted_jobs(24, seed=29)
+    count = DraftCount(llm, monkeypatch)
+    try:
+        with replaying(llm, IN_PLACE) as graphs:
+            assert [*proved(llm).values()] == [RIGHT] * (len(NAMES) + 1)
+            replays = graphs.replays
+            answers = serve(llm, jobs, seed=31, new_tokens=NEW)
+            assert graphs.replays > replays > 0
+    finally:
+        stop(llm)
+    assert len(answers) == len(jobs)
+    assert wrong_answers(model, jobs, answers, NEW) == []
+    assert min(count.accepted, count.rejected) > 5, count
 
 
 def test_a_module_whose_plans_are_refused_ahead_refuses_no_other(

@@ -42,16 +42,23 @@ class Ranks:
         torch.distributed.all_gather_object(values, value, self._group.cpu_group)
         return values
 
-    def merged(self, failures: dict[str, str]) -> dict[str, str]:
-        """Returns the failures of all ranks; the first rank with any wins."""
+    def merged(
+        self, failures: dict[str, str], retried: set[str]
+    ) -> tuple[dict[str, str], set[str]]:
+        """Returns the failures of all ranks, and the other requests that have to run again.
+
+        Of a request that failed on several ranks, the reason of the first one.
+        """
         # By vLLM's shared memory: microseconds, where torch's group takes hundreds.
-        count = torch.tensor([float(len(failures))], device=self._group.device)
+        count = torch.tensor([float(len(failures) + len(retried))], device=self._group.device)
         if not self._group.all_reduce(count).item():
-            return {}
+            return {}, set()
         merged: dict[str, str] = {}
-        for each in reversed(self.gathered(failures)):
-            merged |= each
-        return merged
+        again: set[str] = set()
+        for failed, other in reversed(self.gathered((failures, retried))):
+            merged |= failed
+            again |= other
+        return merged, again - merged.keys()
 
     def partial(self, model: nn.Module, forward: Callable[[], object]) -> set[str]:
         """Returns the modules with an input or output that differs between the ranks.

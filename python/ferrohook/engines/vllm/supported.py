@@ -42,7 +42,6 @@ CAPABILITIES: Final = Capabilities(
         "microbatches": "a forward has only some of the rows; not tested",
         "adaptive verification of drafts": "only the device knows the rows of each request: start "
         "with enable_adaptive_verification=False in speculative_config",
-        "drafts with tensor parallelism": "not tested",
         "drafts by other methods": "only these were tested: " + ", ".join(_METHODS),
         "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
         "fast prefill with shared KV": "layers skip rows of the prompt",
@@ -117,7 +116,6 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "microbatches": bool(parallel.use_ubatching),
         "adaptive verification of drafts": drafts is not None
         and bool(drafts.enable_adaptive_verification),
-        "drafts with tensor parallelism": drafts is not None and parallel.tensor_parallel_size > 1,
         "drafts by other methods": drafts is not None and drafts.method not in _METHODS,
         "KV transfer": config.kv_transfer_config is not None,
         "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),

@@ -92,6 +92,8 @@ class RunnerWorker(EngineWorker):
         super().__init__(CAPABILITIES)
         self._runner = runner
         self._config = config
+        # Its drafter's configuration is made of this one, and may change it.
+        self._schedules_ahead = bool(config.scheduler_config.async_scheduling)
         self.options = VllmOptions()
         self._ranks: Ranks | None = None
         self._uploads: dict[str, Upload] = {}
@@ -347,7 +349,7 @@ class RunnerWorker(EngineWorker):
             exact: returns the positions of the device, after the steps before have run there.
         """
         planned = [self.requests.get(name) for name in request_ids]
-        if self._config.scheduler_config.async_scheduling and any(
+        if self._schedules_ahead and any(
             request is not None and request.drafts for request in planned
         ):
             positions = exact()
@@ -369,8 +371,12 @@ class RunnerWorker(EngineWorker):
     def _agree(self) -> None:
         if self._ranks is not None and self.requests:  # alike on all ranks
             failed = {it.name: error_text(it.error) for it in self._failed if it.error is not None}
-            for name, error in self._ranks.merged(failed).items():
+            failures, self._retried = self._ranks.merged(failed, self._retried)
+            for name, error in failures.items():
                 self._fail_named(name, HookError(error))
+            for name in self._retried & self.requests.keys():
+                self.requests[name].wait()
+                self._stopped.pop(name, None)
 
     def check(self, output: Any, slots: Mapping[str, Tensor]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
