@@ -312,7 +312,9 @@ class Job:
                 right = behind  # noqa: PLW2901 (the head runs for tokens to come alone)
             got = given[name].reshape(-1, *right.shape[1:])
             assert got.shape == right.shape, f"{name}: {got.shape} instead of {right.shape}"
-            atol = tolerance * float(right.nan_to_num().abs().max())
+            # The value of a gate may be a sum of large products that is close to zero.
+            least = 0.1 if name == "@gate.g" else 0.0
+            atol = tolerance * max(least, float(right.nan_to_num().abs().max()))
             torch.testing.assert_close(got, right, rtol=tolerance, atol=atol, equal_nan=True)
 
 

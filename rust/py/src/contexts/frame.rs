@@ -218,7 +218,7 @@ impl Frame {
         first
     }
 
-    /// True if its hooks of a phase are not started any more.
+    /// True if its hooks of a phase never start again.
     #[inline]
     pub fn ended_for(&self, phase: Phase) -> bool {
         let of_graph = || matches!(phase, Phase::BackwardPre | Phase::Backward);

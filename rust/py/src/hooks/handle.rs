@@ -102,7 +102,7 @@ impl HookHandle {
         }
     }
 
-    /// Removes the hook: it is not started any more. A thread that is inside it goes on to its end.
+    /// Removes the hook: it never starts again. A thread that is inside it goes on to its end.
     ///
     /// Removing it again does nothing.
     ///
