@@ -92,6 +92,8 @@ class RunnerWorker(EngineWorker):
         super().__init__(CAPABILITIES)
         self._runner = runner
         self._config = config
+        # Read before a drafter is loaded: vLLM derives its config from this one, and may change it.
+        self._ahead: bool = config.scheduler_config.async_scheduling
         self.options = VllmOptions()
         self._ranks: Ranks | None = None
         self._uploads: dict[str, Upload] = {}
@@ -347,9 +349,7 @@ class RunnerWorker(EngineWorker):
             exact: returns the positions of the device, after the steps before have run there.
         """
         planned = [self.requests.get(name) for name in request_ids]
-        if self._config.scheduler_config.async_scheduling and any(
-            request is not None and request.drafts for request in planned
-        ):
+        if self._ahead and any(request is not None and request.drafts for request in planned):
             positions = exact()
         for request, position in zip(planned, positions, strict=True):
             if request is not None:
