@@ -141,6 +141,9 @@ def test_a_fork_that_runs_again_may_need_more_rows_of_its_parent(model: nn.Seque
 
     step_with_draft()
     assert (worker.retries(), worker.failures()) == ({"b"}, {})
+    with worker.step(("b", 5, 1)):  # scheduled before the failure was known
+        model(x[5:])
+    fork.resume(5)
     with worker.step(("b", 3, 2)):
         model(x[3:5])
     assert (worker.retries(), worker.failures()) == (set(), {})

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     Chosen = Callable[[int, int], tuple[list[int], list[float] | None] | None]
 
 EXPERTS, CHOSEN, LAYERS = 4, 2, 4
-_KEPT = ("@experts.*", "@expert_weights.*", "@resid_post.3")
+KEPT = ("@experts.*", "@expert_weights.*", "@resid_post.3")
+"""Values that requests with routes keep."""
 _LONG = [(7 * place + 3) % 60 for place in range(80)]
 """Prompt that an engine computes in several chunks."""
 
@@ -97,9 +98,12 @@ def _weights(config: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def by_hand(
-    model: Any, prompt: Sequence[int], chosen: Chosen
+    model: Any, prompt: Sequence[int], chosen: Chosen, guess: Sequence[int] = ()
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """Returns text and captures of a request, the whole sequence anew for each token."""
+    """Returns text and captures of a request, the whole sequence anew for each token.
+
+    `guess`: a text of which no token is computed anew, as far as it is right.
+    """
     acts: dict[str, Tensor] = {}
 
     def force(block: int, _module: Any, _args: Any, output: Any) -> Any:
@@ -125,9 +129,13 @@ def by_hand(
     hooks.append(layers[3].register_forward_hook(see))
     tokens = [*prompt]
     try:
-        for _ in range(NEW):
-            logits = model(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
+        while len(tokens) < len(prompt) + (len(guess) or NEW):
+            ahead = [*tokens, *guess[len(tokens) - len(prompt) : -1]]
+            logits = model(torch.tensor([ahead]), use_cache=False).logits
+            for place in range(len(tokens) - 1, len(ahead)):
+                tokens.append(int(logits[0, place].argmax()))
+                if tokens != ahead[: len(tokens)]:
+                    break
     finally:
         for hook in hooks:
             hook.remove()
@@ -142,7 +150,7 @@ def check_routes(model: Any, serve: Serve) -> None:
         serve: see `wrong_plans`.
     """
     asked = requests()
-    plans = [fh.Plan(*filter(None, [it.entry]), fh.keep([*_KEPT])) for it in asked]
+    plans = [fh.Plan(*filter(None, [it.entry]), fh.keep([*KEPT])) for it in asked]
     found = serve([(it.prompt, plan.to_json()) for it, plan in zip(asked, plans, strict=True)])
     for number, (it, answer) in enumerate(zip(asked, found, strict=True)):
         check(f"request {number}", answer, by_hand(model, it.prompt, it.chosen))

@@ -24,12 +24,14 @@ DRAFTS = 4
 METHODS = ("draft_model", "eagle", "ngram", "suffix")
 
 
-def save_repeating_model(folder: Path) -> Any:
-    """Saves a random Llama that repeats itself, with its drafters; returns it."""
-    model = save_model("llama", folder)
+def save_repeating_model(folder: Path, kind: str = "llama") -> Any:
+    """Saves a random model that repeats itself, a Llama with its drafters; returns it."""
+    model = save_model(kind, folder)
     model.lm_head.weight[WORDS:] = 0
     model.lm_head.weight[EOS] /= 2
     model.save_pretrained(folder)
+    if kind != "llama":
+        return model
     own = save_model("llama", folder / "eagle", num_hidden_layers=1).state_dict()
     weights = {
         name.removeprefix("model."): weight
