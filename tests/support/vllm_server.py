@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -14,7 +16,6 @@ from support.vllm_engine import ENVIRONMENT, patience
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
-    from pathlib import Path
 
     from support.engines import Job
 
@@ -30,6 +31,13 @@ from vllm.entrypoints.cli.main import main
 main()
 """
 """Program that starts several API servers; the build for CPUs is another package than vllm."""
+AHEAD = """
+import runpy
+from support.vllm_engine import scheduling_ahead
+with scheduling_ahead():
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
+"""Program that starts a server which schedules asynchronously."""
 
 
 class Server(NamedTuple):
@@ -40,8 +48,11 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, log: Path, **further: Any) -> Iterator[Server]:
-    """Starts a server with the routes of the plug-in; ends it and its processes."""
+def serving(folder: Path, log: Path, *, ahead: bool = False, **further: Any) -> Iterator[Server]:
+    """Starts a server with the routes of the plug-in; ends it and its processes.
+
+    `ahead`: it schedules asynchronously.
+    """
     port = free_port()
     options = {
         "model": folder,
@@ -58,11 +69,17 @@ def serving(folder: Path, log: Path, **further: Any) -> Iterator[Server]:
         "chat-template": TEMPLATE,
         **further,
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    if further:  # of several processes
-        command = [sys.executable, "-c", SEVERAL, "serve", "--enforce-eager"]
+    program = ["-m", "vllm.entrypoints.openai.api_server"]
+    if "api-server-count" in further:
+        program = ["-c", SEVERAL, "serve"]
+    elif ahead:
+        program = ["-c", AHEAD]
+    command = [sys.executable, *program, "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"}
+    if ahead:
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if "data-parallel-size" in further:
         # A core for each rank; 0.33 takes a NUMA node for each, unless the second is set.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_SIM_MULTI_NUMA": "0"}
