@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -357,6 +359,49 @@ def test_rows_of_rejected_drafts_may_be_nan(
     monkeypatch.setattr(steps, "retry", lambda *_args: None)
     again = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
     assert [*again["spoilt"].outputs[0].token_ids] != texts[0]
+
+
+@pytest.mark.parametrize("spoiling", ["draft_model ahead"], indirect=True)
+def test_a_request_may_be_preempted_before_its_failure_is_known(
+    repeating: tuple[Path, Any], spoiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would hand out the tokens of the failed step later."""
+    scheduler = spoiling.llm_engine.engine_core.engine_core.scheduler
+    schedule, rng = scheduler.schedule, random.Random(1)  # noqa: S311 (tests)
+
+    def scheduling(*args: Any, **named: Any) -> Any:
+        """Preempts requests whose last step is still running, as if there were no blocks left."""
+        flying = [it for it in scheduler.running if it.num_in_flight_tokens]
+        if flying and rng.random() < 0.2:
+            preempted = rng.choice(flying)
+            scheduler.running.remove(preempted)
+            scheduler._preempt_request(preempted, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.discard(preempted.request_id)
+        return schedule(*args, **named)
+
+    late = []
+    retry = steps.retry
+
+    def retrying(scheduler: Any, names: Any) -> None:
+        running = {it.request_id for it in scheduler.running}
+        late.extend(names - running)
+        retry(scheduler, names)
+
+    monkeypatch.setattr(scheduler, "schedule", scheduling)
+    monkeypatch.setattr(steps, "retry", retrying)
+    gate = fh.gate(
+        "unseen", "model.embed_tokens", fh.Cosine(repeating[1].model.embed_tokens.weight[UNSEEN])
+    )
+    spoil = fh.on("model.layers.1", fh.Scale(3e38), when=fh.above("unseen", 0.99))
+    prompts = [[2 + (it * 7 + number) % 9 for number in range(20 + it)] for it in range(16)]
+    texts = []
+    for plan in (None, fh.Plan(gate, spoil)):
+        spoiling.reset_prefix_cache()
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = spoiling.generate(given, sampling(plan, NEW), use_tqdm=False)
+        texts.append([[*output.outputs[0].token_ids] for output in outputs])
+    assert texts[0] == texts[1]
+    assert late
 
 
 def steps_until_end(llm: Any, prompts: dict[str, list[int]], plan: fh.Plan) -> dict[str, Any]:

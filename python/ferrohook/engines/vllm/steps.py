@@ -50,14 +50,19 @@ def cut(
     return at_once, later
 
 
-def retry(scheduler: Any, requests: Collection[str]) -> None:
-    """Has requests run again, first without drafts, and drops their tokens of the step.
+def retry(scheduler: Any, requests: set[str]) -> None:
+    """Runs requests again, first without drafts, and drops their tokens of the step.
 
     Args:
         scheduler: the scheduler, before it takes over the tokens of the step.
         requests: their ids.
     """
-    for request in [it for it in scheduler.running if it.request_id in requests]:
+    for request_id in sorted(requests & scheduler.requests.keys()):
+        request = scheduler.requests[request_id]
+        if request not in scheduler.running:
+            # Preempted in the step that was scheduled meanwhile: else the tokens arrive later.
+            request.drop_stale_output = request.num_stale_output_tokens > 0
+            continue
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         # They may resume in the next step, which has to know them as preempted.
