@@ -170,6 +170,8 @@ class EngineRequest:
             tokens: number of tokens of prompt and answer. The last one took the place of the first
                 rejected draft, if there was one.
         """
+        if self.waits:  # tokens of its failed step, which are dropped
+            return
         drafts, self.drafts = self.drafts, 0
         if drafts and self.opened is not None:
             if self._gated:

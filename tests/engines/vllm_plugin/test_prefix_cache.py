@@ -431,6 +431,7 @@ class Cache:
             num_tokens=100,
             num_computed_tokens=0,
             num_stale_output_tokens=0,
+            num_output_placeholders=0,
             ferrohook_plan=self.plan,
         )
         self.coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=15)])

@@ -299,22 +299,32 @@ UNSEEN = 400
 """A token that is in no text."""
 
 
-@pytest.fixture(params=["ngram", "draft_model ahead"])
+SPOILING = ("ngram", "draft_model ahead")
+SOME = "draft_model ahead, some"
+
+
+@pytest.fixture(params=SPOILING)
 def spoiling(
     request: pytest.FixtureRequest, repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """An engine whose drafts are all wrong."""
+    """An engine whose drafts are all wrong, or some of them."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         # Its runner has no `drafter` whose drafts a test could replace.
         pytest.skip("the drafts of the model runner V2 come from a kernel")
-    llm = start_drafting(request.param, repeating[0])
+    llm = start_drafting(request.param.partition(",")[0], repeating[0])
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-    original = drafter.propose
+    original, rng = drafter.propose, random.Random(5)  # noqa: S311 (tests)
 
     def propose(*args: Any, **named: Any) -> Any:
-        if "ahead" in request.param:
-            return original(*args, **named).fill_(UNSEEN)
-        return [[UNSEEN] * 2 if tokens else [] for tokens in args[1]]
+        if "ahead" not in request.param:
+            return [[UNSEEN] * 2 if tokens else [] for tokens in args[1]]
+        drafts = original(*args, **named)
+        if request.param != SOME:
+            return drafts.fill_(UNSEEN)
+        for draft in drafts:
+            if rng.random() < 0.3:
+                draft[rng.randrange(DRAFTS) :] = UNSEEN
+        return drafts
 
     monkeypatch.setattr(drafter, "propose", propose)
     yield llm
@@ -442,6 +452,42 @@ def test_spoilt_drafts_leave_the_blocks_before_them(
     spoiling.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("spoiling", [SOME], indirect=True)
+def test_a_next_turn_reads_no_block_that_drafts_spoilt(
+    spoiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that schedules ahead counts drafts in flight among the tokens that have run."""
+    worker = spoiling.llm_engine.model_executor.driver_worker.worker
+    with torch.no_grad():
+        worker.model_runner.model.model.embed_tokens.weight[UNSEEN] = 1e38
+    plan = fh.Plan(fh.on("model.embed_tokens", fh.Scale(10.0)))
+    first = [[2 + (it * 7 + number) % 9 for number in range(20 + it)] for it in range(16)]
+
+    def served(prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = sampling(plan, 100, ignore_eos=True)
+        outputs = spoiling.generate(given, params, use_tqdm=False)
+        texts = [[*output.outputs[0].token_ids] for output in outputs]
+        return texts, sum(output.num_cached_tokens for output in outputs)
+
+    def second_turn() -> tuple[list[list[int]], list[list[int]]]:
+        """Returns its texts, with the blocks of the first turn and without."""
+        spoiling.reset_prefix_cache()
+        second = [[*prompt, *text] for prompt, text in zip(first, served(first)[0], strict=True)]
+        texts, read = served(second)
+        assert read >= len(first) * 3 * BLOCK
+        spoiling.reset_prefix_cache()
+        return texts, served(second)[0]
+
+    count = DraftCount(spoiling, monkeypatch)
+    texts, right = second_turn()
+    assert texts == right
+    assert min(count.accepted, count.rejected, count.preempted) > 100, count
+    monkeypatch.setattr(prefix_cache, "shareable", lambda _coordinator, _request, tokens: tokens)
+    texts, right = second_turn()
+    assert texts != right
+
+
 def test_a_request_runs_again_once_for_each_token(
     spoiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,3 +530,63 @@ def test_a_gate_with_lag_reads_later_in_the_forward(spoiling: Any) -> None:
         for output in serve_at_once(spoiling, plans, prompt=[3, 4, 5, 6] * 3, new_tokens=8).values()
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("resets", [0.0, 0.15], ids=["", "with resets"])
+def test_tokens_of_a_failed_step_end_no_request(
+    repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, resets: float
+) -> None:
+    """Nor do gates read them: neither steps that ran ahead of it nor a reset of the cache."""
+    llm = start_drafting("draft_model ahead", repeating[0])
+    engine, rng = llm.llm_engine, random.Random(1)  # noqa: S311 (tests)
+    count = DraftCount(llm, monkeypatch)
+    embedding, direction = repeating[1].model.embed_tokens.weight, torch.linspace(-1, 1, WIDTH)
+    # As drafts have no value of the token before yet, they fail.
+    late = fh.gate("late", "model.layers.3", fh.Norm(), lag=1, over="token")
+    lagging = fh.on("model.layers.1", fh.Add(VECTOR), when=fh.above("late", 0.0))
+    read = fh.gate("read", "model.embed_tokens", fh.Dot(direction), over="token")
+    prompts = [([2, 3, 4, 5] * 9)[: 10 + it] for it in range(24)]
+
+    def plan(word: int) -> fh.Plan:
+        """Ends a request at a word, as its row runs."""
+        end = fh.gate("end", "model.embed_tokens", fh.Cosine(embedding[word]), over="token")
+        return fh.Plan(end, fh.stop(when=fh.above("end", 0.999)), read, fh.keep("@gate.read"))
+
+    def served(plans: list[fh.Plan], resets: float) -> dict[int, Any]:
+        outputs: dict[int, Any] = {}
+        for number, each in enumerate(plans):
+            prompt = {"prompt_token_ids": prompts[number]}
+            engine.add_request(str(number), prompt, sampling(each, NEW, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            if rng.random() < resets:
+                llm.reset_prefix_cache(reset_running_requests=True)
+            outputs |= {int(each.request_id): each for each in engine.step() if each.finished}
+        return outputs
+
+    try:
+        changing = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR), at="generated"))
+        plans = [changing if number % 4 == 3 else fh.Plan() for number in range(len(prompts))]
+        outputs = served(plans, 0.0)
+        texts = [[*outputs[number].outputs[0].token_ids] for number in range(len(prompts))]
+        assert count.preempted == 0
+        ends = [
+            rng.choice(
+                [at for at, it in enumerate(text[:-1]) if it not in {2, 3, 4, 5, *text[:at]}]
+            )
+            for text in texts
+        ]
+        plans = [
+            plan(text[end]) + (fh.Plan(late, lagging) if number % 4 == 3 else fh.Plan())
+            for number, (text, end) in enumerate(zip(texts, ends, strict=True))
+        ]
+        for number, output in (each for _ in range(4) for each in served(plans, resets).items()):
+            (answer,) = output.outputs
+            text = texts[number][: ends[number] + 1]
+            assert [*answer.token_ids] == text
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", "end")
+            values = vllm.activations(llm, output).acts["@gate.read"]
+            right = embedding[[*prompts[number], *text]].detach() @ direction
+            torch.testing.assert_close(values, right)
+        assert min(count.accepted, count.preempted) > len(prompts), count
+    finally:
+        stop(llm)

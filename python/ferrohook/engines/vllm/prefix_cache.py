@@ -106,8 +106,10 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
     if plan.changed is None or _end_of_rows(request, tokens) <= plan.changed:
         return tokens
     vars(coordinator).setdefault(_WAITING, {})[request.request_id] = plan
-    # One that was preempted runs again, from fewer tokens: their steps are checked anew.
-    plan.checked = min(plan.checked, int(request.num_computed_tokens))
+    # One that was preempted runs again, from fewer tokens: their steps are checked anew. Tokens of
+    # a step in flight may be drafts that are rejected.
+    run = int(request.num_computed_tokens) - int(request.num_output_placeholders)
+    plan.checked = min(plan.checked, run)
     plan.shared = min(plan.shared, plan.checked)
     return min(tokens, plan.checked)
 

@@ -39,7 +39,10 @@ def cut(
     later: dict[str, str] = {}
     for request_id in stopped.keys() & scheduler.requests.keys():
         gate, position, _ = stopped[request_id]
-        accepted = position + 1 - scheduler.requests[request_id].num_tokens
+        request = scheduler.requests[request_id]
+        if request.num_stale_output_tokens and request.drop_stale_output:
+            continue  # its tokens are dropped and run again
+        accepted = position + 1 - request.num_tokens
         if accepted <= 0:
             at_once[request_id] = gate
             continue

@@ -348,14 +348,15 @@ class RunnerWorker(EngineWorker):
                 schedules asynchronously assumes that all drafts are accepted.
             exact: returns the positions of the device, after the steps before have run there.
         """
-        planned = [self.requests.get(name) for name in request_ids]
-        if self._schedules_ahead and any(
-            request is not None and request.drafts for request in planned
-        ):
-            positions = exact()
-        for request, position in zip(planned, positions, strict=True):
-            if request is not None:
-                request.decide(int(position) + 1)
+        if self.requests and self._config.speculative_config is not None:
+            planned = [self.requests.get(name) for name in request_ids]
+            if self._schedules_ahead and any(
+                request is not None and request.drafts for request in planned
+            ):
+                positions = exact()
+            for request, position in zip(planned, positions, strict=True):
+                if request is not None:
+                    request.decide(int(position) + 1)
         self.settle(request_ids, counts, positions)
 
     def gate_values(self) -> dict[str, GateValues]:
