@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 import weakref
@@ -19,20 +18,17 @@ from ferrohook._core import (
     ModuleTree,
     RequestBase,
     StopCheck,
-    TokenChoice,
     TokenHook,
     name_positions,
 )
-from ferrohook.attach.attention import is_point
 from ferrohook.attach.instrument import attach
 from ferrohook.attach.never_fired import explain, never_fired
-from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.captures.cache import ActivationCache, cache_of
 from ferrohook.captures.pending import finish
 from ferrohook.captures.recorders import CapturePlace, Recorders, options_of
-from ferrohook.dictionaries.transcoded import TranscodedFeature, one_place
+from ferrohook.dictionaries.transcoded import TranscodedFeature
 from ferrohook.effects.intervention import Intervention
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.errors import HookError, NeverFiredWarning
 from ferrohook.gates.conditions import Ramp
 from ferrohook.gates.hooks import GateReader
 from ferrohook.gates.state import GateStates, Stopped
@@ -47,7 +43,15 @@ from ferrohook.plans.entries import (
     table,
 )
 from ferrohook.plans.needs import needs_at
-from ferrohook.quantity import hooked_places_of, places_of
+from ferrohook.plans.placing import (
+    check_order,
+    check_width,
+    extent_of,
+    find_places,
+    naming,
+    priority_of_reader,
+    read_places,
+)
 from ferrohook.registration.scopes import Scope
 from ferrohook.tokens.positions import EVERYWHERE, At, native_at
 from ferrohook.tokens.sequences import Sequences
@@ -58,16 +62,14 @@ from ferrohook.tokens.tracking import (
     paths_of,
     stacks_around,
     track,
-    with_tokens_ahead,
 )
 from ferrohook.util.arguments import expect
 from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrohook._core import CallTokens, GateAggregation
-    from ferrohook.attach.attention import AttentionPoint
     from ferrohook.effects.typed import Phase
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
@@ -75,8 +77,6 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 2**63 - 1
 """Tokens of a prompt at most."""
-_VECTORS: Final = len(("batch", "length", "width"))
-"""Dimensions of a tensor with a vector for each token."""
 
 
 class _Contents:
@@ -131,8 +131,8 @@ class Prepared:
             raise
 
     def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
-        found = [_find(model, number, entry) for number, entry in enumerate(self.entries)]
-        read = [_read_places(model, number, entry) for number, entry in enumerate(self.entries)]
+        found = [find_places(model, number, entry) for number, entry in enumerate(self.entries)]
+        read = [read_places(model, number, entry) for number, entry in enumerate(self.entries)]
         self.needs = [
             entry.needs.union(*(needs_at(each) for each in places.values()))
             for entry, places in zip(self.entries, found, strict=True)
@@ -140,8 +140,8 @@ class Prepared:
         """Needs of each entry in this model, see `BackEnd`."""
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
-                _check_width(number, entry, places)
-        _check_order(self.entries, found)
+                check_width(number, entry, places)
+        check_order(self.entries, found)
         self._gates = {
             name: (gate, gate.aggregation()) for name, gate in gates_of(self.entries).items()
         }
@@ -198,7 +198,7 @@ class Prepared:
         if model is None:
             msg = "the model of this prepared plan was garbage-collected: keep a reference to it"
             raise HookError(msg)
-        return (_read_places if read else _find)(model, number, self.entries[number])
+        return (read_places if read else find_places)(model, number, self.entries[number])
 
     def _stacks(
         self, model: nn.Module, found: list[dict[str, Place]]
@@ -210,7 +210,7 @@ class Prepared:
         stacks: dict[str, TokenStack | None] = {}
         paths = paths_of(model) if at else {}
         for number in at:
-            with _named(number):
+            with naming(number):
                 stacks |= stacks_around(model, found[number].values(), paths)
         return stacks
 
@@ -223,10 +223,10 @@ class Prepared:
         gates: dict[str, GateAggregation],
     ) -> None:
         mask = self._mask(entry)
-        with _named(number):
+        with naming(number):
             groups = hooks_at(places, entry.hook, entry.phase, entry.at)
             if not (mask is None and "strength" not in entry.options):
-                extent = _extent(entry, gates)
+                extent = extent_of(entry, gates)
                 groups = [it._replace(hook=masked(it.hook, mask, **extent)) for it in groups]
         for group in groups:
             handles = attachment.register(
@@ -254,11 +254,11 @@ class Prepared:
         ((read_name, reads),), ((name, writes),) = read.items(), found[number].items()
         if writes.quantity is None:
             writes = writes._replace(part=entry.hook.output_index)
-        with _named(number):
-            change = TranscodedFeature(entry.hook, number, reads, writes, **_extent(entry, gates))
+        with naming(number):
+            change = TranscodedFeature(entry.hook, number, reads, writes, **extent_of(entry, gates))
         phase: Phase = "forward_pre" if reads.inputs else "forward"
         ahead: dict[str, Any] = {}
-        ahead["priority"] = _priority_of_reader(self.entries, found, number, reads)
+        ahead["priority"] = priority_of_reader(self.entries, found, number, reads)
         hooks: tuple[tuple[str, Place, Phase, Any, dict[str, Any]], ...] = (
             (read_name, reads, phase, change.read, ahead),
             (name, writes, "forward", change.write, entry.hook_options),
@@ -300,7 +300,7 @@ class Prepared:
                 places,
                 options_of(**entry.options),
                 self._frame,
-                priority_of=functools.partial(_priority_of_reader, self.entries, found, number),
+                priority_of=functools.partial(priority_of_reader, self.entries, found, number),
                 place=CapturePlace(len(captures), mask),
             )
         )
@@ -326,7 +326,7 @@ class Prepared:
                 scope=self._frame,
                 names=[place.path],
                 entry=number,
-                priority=_priority_of_reader(self.entries, found, number, place),
+                priority=priority_of_reader(self.entries, found, number, place),
             )
             self._contents.handles.append((name, handle))
 
@@ -608,165 +608,6 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     if found.error is not None and found.failed:
         return f"the request failed: {type(found.error).__name__}: {found.error}"
     return _not_called(found._plan, found._plan.model())
-
-
-@contextlib.contextmanager
-def _named(number: int) -> Iterator[None]:
-    """Names the entry in errors of the block."""
-    try:
-        yield
-    except (HookError, HookTypeError, SelectionError) as error:
-        msg = f"entry {number} of the plan: {error}"
-        raise type(error)(msg) from error
-
-
-def _find(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
-    if not entry.has_places:
-        return {}
-    with _named(number):
-        if isinstance(entry, HookEntry):
-            places = hooked_places_of(model, entry.what, entry.phase)
-        else:
-            inputs = entry.options.get("inputs", False)
-            part = entry.options.get("output_index")
-            places = places_of(model, entry.what, inputs=inputs, output_index=part)
-        if isinstance(entry, GateEntry):
-            _check_gate(entry, places)
-    if not entry.positioned:
-        return places
-    return {name: with_tokens_ahead(place) for name, place in places.items()}
-
-
-def _read_places(model: nn.Module, number: int, entry: Entry) -> dict[str, Place]:
-    """Returns the place that a transcoder reads whose features an entry changes; {} for none.
-
-    Raises:
-        HookTypeError: it reads or writes several.
-    """
-    if not isinstance(entry, HookEntry) or entry.reads is None:
-        return {}
-    what, part = entry.reads
-    with _named(number):
-        one_place(hooked_places_of(model, entry.what, entry.phase))
-        name, place = one_place(places_of(model, what, output_index=part))
-    return {name: with_tokens_ahead(place)}
-
-
-def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
-    """Validates the places of a gate.
-
-    Raises:
-        HookError: several are selected, and not listed one by one.
-        HookTypeError: a tensor has another width than the reading.
-    """
-    if (problem := entry.sum_refusal(places)) is not None:
-        raise HookError(problem)
-    reading = entry.gate.reading
-    for name, place in places.items():
-        shape = place.shape
-        if place.head is not None or shape is None or len(shape) != _VECTORS:
-            continue  # a call shows the width
-        if reading.width not in {None, shape[-1]}:
-            msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
-            raise HookTypeError(msg)
-
-
-def _extent(entry: HookEntry, gates: dict[str, GateAggregation]) -> dict[str, Any]:
-    """Returns which tokens a hook changes and how much: arguments of `masked`."""
-    when, strength = entry.options.get("when"), entry.options.get("strength")
-    follows = strength if isinstance(strength, Ramp) else None
-    return {
-        "condition": TokenChoice(gates, when, follows) if entry.gates else None,
-        "strength": None if follows else strength,
-    }
-
-
-def _priority_of_reader(
-    entries: tuple[Entry, ...],
-    found: list[dict[str, Place]],
-    number: int,
-    kept: Place,
-) -> int:
-    """Returns a priority with which a capture or a gate sees only the entries before it.
-
-    Raises:
-        HookError: entries after it run before one ahead of it, by their priorities.
-    """
-    ahead: list[tuple[int, int]] = []
-    behind: list[tuple[int, int]] = []
-    for other, (entry, places) in enumerate(zip(entries, found, strict=True)):
-        if not isinstance(entry, HookEntry) or entry.phase.startswith("backward"):
-            continue
-        if any(it.module is kept.module and it.inputs == kept.inputs for it in places.values()):
-            rank = -other - 1 if entry.options.get("prepend") else other
-            (ahead if other < number else behind).append((-entry.options.get("priority", 0), rank))
-    if not behind:
-        return BEHIND_ALL
-    first = min(behind)
-    if ahead and max(ahead) > first:
-        msg = (
-            f"entry {number} of the plan reads {kept.quantity or kept.path!r} between entries that "
-            "run in reverse order because of priority= or prepend=: let them run in the order of "
-            "the plan"
-        )
-        raise HookError(msg)
-    priority, rank = -first[0], first[1]
-    # Entries are registered in their order, so the capture goes ahead of later entries, but for
-    # a prepended one.
-    return priority + 1 if rank < 0 else priority
-
-
-def _check_order(entries: Sequence[Entry], found: Sequence[Mapping[str, Place]]) -> None:
-    """Validates that entries on a pattern run in their order: all at positions, or none.
-
-    Raises:
-        HookError: they do not.
-    """
-    numbers: dict[tuple[Any, str], list[int]] = {}
-    for number, places in enumerate(found):
-        for place in places.values():
-            if is_point(place.module):
-                point = cast("AttentionPoint", place.module)
-                numbers.setdefault((point.points, point.name), []).append(number)
-    for (points, name), whole in numbers.items():
-        some = numbers.get((points, "queries"), []) if name == "pattern" else []
-        one, other = min(whole), min(some, default=0)
-        if some and any(isinstance(entries[each], HookEntry) for each in whole + some):
-            msg = (
-                f"entries {min(one, other)} and {max(one, other)} of the plan use one attention "
-                "pattern, but only one of them has at=, so they would not run in the order of the "
-                "plan: give at= to both or to neither"
-            )
-            raise HookError(msg)
-
-
-def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None:
-    """Validates the width of a vector where a module says its own.
-
-    Raises:
-        HookTypeError: they differ.
-    """
-    intervention: Intervention = entry.hook
-    if intervention.output_index is not None or entry.phase != "forward":
-        return
-    for name, place in places.items():
-        own = None if place.inputs else _width_of(place.module)
-        shape = (own,) if place.shape is None and own is not None else place.shape
-        if shape is not None and not intervention.fits(shape):
-            msg = (
-                f"entry {number} of the plan: {intervention!r} has a width of {intervention.width},"
-                f" but the output of {name!r} ({type(place.module).__name__}) has {shape[-1]}"
-            )
-            raise HookTypeError(msg)
-
-
-def _width_of(module: nn.Module) -> int | None:
-    """Returns the last dimension of a module's output, if its class shows it."""
-    if isinstance(module, nn.Linear):
-        return module.out_features
-    if isinstance(module, nn.Embedding):
-        return module.embedding_dim
-    return module.normalized_shape[-1] if isinstance(module, nn.LayerNorm) else None
 
 
 _trees: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[Any, ModuleTree]]
