@@ -497,8 +497,8 @@ def test_a_block_waits_for_a_step_whose_drafts_a_plan_may_change() -> None:
     cache = Cache()
     cache.plan.changed = 103
     cache.request.spec_token_ids = []
-    cache.request.num_output_placeholders = 5
-    step = cache.schedule(100)
+    cache.request.num_computed_tokens = cache.request.num_output_placeholders = 5
+    step = cache.schedule(95)
     assert cache.shared == 0
     prefix_cache.share(cache.scheduler, step, ())
     assert cache.shared == 100
