@@ -170,7 +170,8 @@ class EngineWorker:
         failed, self._failed = self._failed, []
         for request in failed:
             level = logging.DEBUG if request.name.startswith(PROBE) else logging.ERROR
-            _LOG.log(level, "ferrohook: request %s: %s", request.name, request.reason)
+            text = "ferrohook: request %s: %s"
+            _LOG.log(level, text, request.name, request.reason, exc_info=request.error)
         return {request.name: request.reason for request in failed}
 
     def stops(self) -> dict[str, Stopped]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import random
 import time
@@ -331,12 +332,18 @@ def spoiling(
     stop(llm)
 
 
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [it for it in caplog.records if it.name.startswith("ferrohook")]
+    return [it.getMessage() for it in found if it.levelno >= logging.ERROR]
+
+
 @pytest.mark.parametrize("read", [None, "model.layers.3"])
 def test_rows_of_rejected_drafts_may_be_nan(
     repeating: tuple[Path, Any],
     spoiling: Any,
     read: str | None,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The request runs again from its start, without drafts; also if a gate reads NaN."""
     model = repeating[1]
@@ -354,6 +361,7 @@ def test_rows_of_rejected_drafts_may_be_nan(
     assert count.preempted
     texts = [[*output.outputs[0].token_ids] for output in outputs.values()]
     assert texts[0] == texts[1] == texts[2]
+    assert logged_errors(caplog) == []
     for name in ("spoilt", "kept"):
         job = Job(prompt, (), ("model.layers.2",))
         acts = dict(vllm.activations(spoiling, outputs[name]).acts)
@@ -365,6 +373,7 @@ def test_rows_of_rejected_drafts_may_be_nan(
     outputs = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)
     assert outputs["fails"].outputs[0].finish_reason == "error"
     assert len(outputs["fails"].outputs[0].token_ids) == 3
+    assert len(logged_errors(caplog)) == 1
     assert [*outputs["kept"].outputs[0].token_ids] == texts[0]
     monkeypatch.setattr(steps, "retry", lambda *_args: None)
     again = serve_at_once(spoiling, plans, prompt=prompt, new_tokens=NEW)

@@ -50,14 +50,14 @@ pub fn count_sites(opened: bool) {
 }
 
 /// Returns `frame` as a member of a batch; raises if it cannot be one.
-fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Member> {
+fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows, logs: bool) -> PyResult<Member> {
     if frame.cast::<BatchBase>().is_ok() {
         return Err(rows_error(
             frame.py(),
             "a batch cannot be a member of another batch",
         ));
     }
-    Member::of(frame, rows)
+    Member::of(frame, rows, logs)
 }
 
 /// Batches as what stands around a phase of a call: hooks of their members run in the calls.
@@ -97,9 +97,10 @@ pub struct BatchBase {
 impl BatchBase {
     /// Makes a batch; refuses rows that overlap or are out of range.
     ///
-    /// `rows`: a dict of members and their rows, see `fh.batch`; or for rows that are single tokens,
-    /// with positions that increase by one, pairs of a member and a tuple that has at its indices 1
-    /// to 4 the first row, the number of rows, the first position and the length of the prompt.
+    /// `rows`: a dict of members and their rows, see `fh.batch`; or in a step of an engine, whose
+    /// rows are single tokens with positions that increase by one, pairs of a member and a tuple
+    /// that has at its indices 1 to 4 the first row, the number of rows, the first position and the
+    /// length of the prompt.
     #[new]
     #[pyo3(signature = (rows, dim, size, gathered, *_others))]
     fn new(
@@ -114,7 +115,7 @@ impl BatchBase {
         let mut members = Vec::new();
         if let Ok(rows) = rows.cast::<PyDict>() {
             for (member, rows) in rows.iter() {
-                members.push(member_of(&member, given::read(&rows, size)?)?);
+                members.push(member_of(&member, given::read(&rows, size)?, true)?);
             }
         } else {
             let rows = rows.cast::<PyList>()?;
@@ -122,7 +123,7 @@ impl BatchBase {
             for pair in rows.iter() {
                 let (member, span) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
                 let rows = spans.get_or_insert_default().read(span.cast()?)?;
-                members.push(member_of(&member, rows)?);
+                members.push(member_of(&member, rows, false)?);
             }
         }
         if members.is_empty() {

@@ -19,11 +19,13 @@ pub struct Member {
     pub rows: BatchRows,
     /// True once one of its hooks ran.
     pub ran: AtomicBool,
+    /// True if its failure is logged; an engine logs the failures of its requests itself.
+    logs: bool,
 }
 
 impl Member {
     /// Raises `HookTypeError` unless `frame` is one.
-    pub fn of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Self> {
+    pub fn of(frame: &Bound<'_, PyAny>, rows: BatchRows, logs: bool) -> PyResult<Self> {
         let py = frame.py();
         let frame = frame.cast::<Frame>().map_err(|_| {
             let got = type_name(frame);
@@ -37,12 +39,13 @@ impl Member {
             frame: frame.clone().unbind(),
             rows,
             ran: AtomicBool::new(false),
+            logs,
         })
     }
 
-    /// Fails it, for this reason, and logs that.
+    /// Fails it, for this reason, and may log that.
     pub fn fail(&self, py: Python<'_>, error: &PyErr) {
-        if !self.frame.get().end(py, error) {
+        if !self.frame.get().end(py, error) || !self.logs {
             return;
         }
         let frame = self.frame.bind(py).repr();
