@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse
+from starlette import status
 from starlette.middleware import Middleware
 from torch import Tensor
 
@@ -193,7 +194,9 @@ def _described(dictionary: Dictionary, digest: str) -> dict[str, Any]:
 
 
 class PlanGate:
-    """Middleware that refuses plans, with 400, on routes that would ignore them.
+    """Middleware that refuses plans on routes that would ignore them.
+
+    With 400; a WebSocket is closed with 1008.
 
     Args:
         app: the wrapped application.
@@ -213,6 +216,9 @@ class PlanGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or refuses it."""
+        if scope["type"] == "websocket":
+            await self._pass_messages(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] in self._served:
             await self._app(scope, receive, send)
             return
@@ -222,15 +228,28 @@ class PlanGate:
         if _names_plan(b"".join(each.get("body", b"") for each in messages)):
             served = ", ".join(sorted(self._served))
             msg = f"{scope['path']} does not support ferrohook plans; these routes do: {served}"
-            status = HTTPStatus.BAD_REQUEST
-            error = {"message": msg, "type": "BadRequestError", "code": status}
-            await JSONResponse({"error": error}, status)(scope, receive, send)
+            code = HTTPStatus.BAD_REQUEST
+            error = {"message": msg, "type": "BadRequestError", "code": code}
+            await JSONResponse({"error": error}, code)(scope, receive, send)
             return
 
         async def again() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, again, send)
+
+    async def _pass_messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the messages of a WebSocket on, up to one that carries a plan."""
+
+        async def reading() -> Message:
+            message = await receive()
+            if not _names_plan(message.get("bytes") or (message.get("text") or "").encode()):
+                return message
+            code, reason = status.WS_1008_POLICY_VIOLATION, "ferrohook plans are not supported here"
+            await send({"type": "websocket.close", "code": code, "reason": reason})
+            return {"type": "websocket.disconnect", "code": code}
+
+        await self._app(scope, reading, send)
 
 
 def _names_plan(body: bytes) -> bool:

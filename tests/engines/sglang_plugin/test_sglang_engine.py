@@ -44,7 +44,7 @@ TESTS = {
     "LoRA": "test_scheduler.py::test_configurations_are_refused_by_name",
     "data parallelism": "test_scheduler.py::test_configurations_are_refused_by_name",
     "embedding models": "test_scheduler.py::test_configurations_are_refused_by_name",
-    "other routes, such as `/v1/responses` and `/v1/embeddings`": (
+    "other routes, such as `/v1/responses` and `/v1/realtime`": (
         "test_sglang_server.py::test_each_route_serves_a_plan_whole_or_refuses_it"
     ),
     "memory saver": "test_scheduler.py::test_configurations_are_refused_by_name",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from ferrohook.engines.vllm.plugin import register
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from support.engines import Change, Job
 from support.feature_tables import check_features
@@ -45,6 +51,7 @@ TESTS = {
     "other routes, such as `/v1/embeddings`": (
         "test_server.py::test_each_route_serves_a_plan_whole_or_refuses_it"
     ),
+    "WebSockets, such as `/v1/realtime`": "test_feature_table.py::test_realtime_refuses_a_plan",
     "sleep mode": "test_plugin.py::test_configurations_are_refused_by_name",
 }
 """Test of each row of the page's table."""
@@ -116,3 +123,29 @@ def test_pooling_refuses_a_plan(llm: Any) -> None:
     params = PoolingParams(task="embed", extra_kwargs=vllm.extra_args(fh.Plan(JOB.plan.entries[0])))
     with pytest.raises(ValueError, match="pooling models is not supported with vllm"):
         llm.llm_engine.add_request("pooled", {"prompt_token_ids": PROMPT}, params)
+
+
+def test_realtime_refuses_a_plan() -> None:
+    """vLLM's route takes the model of its `session.update`, and ignores all other fields."""
+    from vllm.entrypoints.speech_to_text.realtime import api_router  # noqa: PLC0415
+
+    register()
+    app = FastAPI()
+    app.include_router(api_router.router)
+    app.state.args = None  # one of vLLM's
+    app.state.openai_serving_realtime = SimpleNamespace(
+        model_config=SimpleNamespace(), _is_model_supported=lambda _model: True
+    )
+    update = {"type": "session.update", "model": "m"}
+    with TestClient(app).websocket_connect("/v1/realtime") as socket:
+        assert socket.receive_json()["type"] == "session.created"
+        socket.send_json(update)
+        socket.send_json({"type": "unknown"})
+        assert socket.receive_json()["code"] == "unknown_event"  # the update was taken
+        socket.send_json({**update, "vllm_xargs": vllm.extra_args(JOB.plan)})
+        with pytest.raises(WebSocketDisconnect) as closed:
+            socket.receive_json()
+    assert (closed.value.code, closed.value.reason) == (
+        1008,
+        "ferrohook plans are not supported here",
+    )
