@@ -187,7 +187,8 @@ class Harvest:
 
     def _take(self, prompt: _Prompt, request: EngineRequest, read: Read) -> None:
         text = self._texts.pop(prompt.number, None)
-        if request.failure is not None:
+        # The client has the end of a text: what failed then ran past it, in a step ahead.
+        if request.failure is not None and not self._settings.generates:
             return
         if text is None:
             self._ended[prompt.number] = _EndedRequest(prompt, request, read)

@@ -59,6 +59,8 @@ class EngineRequest:
     """Captures of the plan."""
     parent: EngineRequest | None = None
     """The request whose rows stand for those before its own first one: both have one prompt."""
+    inherited: Request | None = dataclasses.field(init=False, default=None)
+    """The parent's plan, as it was open when its own first row ran: the parent may run again."""
     opened: Request | None = dataclasses.field(init=False, default=None)
     """Its plan, opened."""
     changes: bool = dataclasses.field(init=False, default=False)
@@ -155,6 +157,8 @@ class EngineRequest:
 
     def run(self, position: int, rows: int, drafts: int = 0) -> None:
         """Notes that a step runs its rows from a position on, of which the last ones are drafts."""
+        if self.parent is not None and self.start == sys.maxsize:
+            self.inherited = self.parent.opened
         self.start = min(self.start, position)
         self.end = position + rows
         self.tokens = max(self.tokens, self.end)
@@ -187,12 +191,12 @@ class EngineRequest:
     def resume(self, tokens: int) -> None:
         """Notes that it runs again after a preemption, with that many tokens, see `decide`."""
         self.waits = False
-        if self.error is None and self.failure is not None:
+        if self.error is None:
             self._reopen()
         self.decide(tokens)
 
     def _reopen(self) -> None:
-        """Opens its plan anew after a failure, for a request all of whose tokens run again."""
+        """Opens its plan anew, for a request all of whose tokens run again."""
         before = self.opened
         self.close()
         self._begin()  # it may read more of its parent's rows from the cache than at first
@@ -238,8 +242,8 @@ class _Joined(Mapping[str, Any]):
     def __init__(self, request: EngineRequest, opened: Request, end: int | None) -> None:
         # In order of position; none ran in both.
         self._parts = [(opened, range(request.start, sys.maxsize if end is None else end))]
-        if request.parent is not None and request.parent.opened is not None:
-            self._parts.insert(0, (request.parent.opened, range(request.start)))
+        if request.inherited is not None:
+            self._parts.insert(0, (request.inherited, range(request.start)))
 
     def positions(self, name: str) -> list[int]:
         """Returns the positions of a value's tokens, for `ActivationCache.positions`."""

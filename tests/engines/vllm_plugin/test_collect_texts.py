@@ -16,7 +16,15 @@ from ferrohook.engines import harvest
 from support.engines import Change
 from support.harvests import NAMES, check, collect, files_in, prompts_of, rows_in
 from support.speculation import speculative_config
-from support.vllm_engine import LAYERS, WIDTH, sampling, start, stop, texts_of
+from support.vllm_engine import (
+    LAYERS,
+    WIDTH,
+    sampling,
+    scheduling_ahead,
+    start,
+    stop,
+    texts_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +93,35 @@ def test_rows_of_texts(
         collect(llm, prompts, other, kept, plan=plan, sampling=params)
         with pytest.raises((AssertionError, KeyError)):
             check(rows_in(other), model, prompts, texts, **job)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "with drafts"])
+def test_a_step_after_the_end_of_a_text_may_fail(models: Any, tmp_path: Path, drafts: bool) -> None:
+    """An engine that schedules ahead runs the row of the last token for nothing."""
+    folder, model = models["llama"]
+    options = {"speculative_config": speculative_config("draft_model", folder)} if drafts else {}
+    prompts, rng = prompts_of(3, 12), random.Random(3)  # noqa: S311 (tests)
+    with scheduling_ahead():
+        llm = start(folder, **options)
+    try:
+        whole = texts_of(llm, prompts, sampling(None, 20, ignore_eos=True))
+        ends = sorted({text[rng.randrange(3, 18)] for text in whole})
+        plan = fh.Plan()
+        for end in ends:
+            word = fh.Cosine(model.model.embed_tokens.weight[end])
+            gate = fh.gate(f"{end}", "model.embed_tokens", word, at="generated", over="token")
+            spoil = fh.on("model.layers.1", fh.Scale(3e38), when=fh.above(f"{end}", 0.99))
+            plan += fh.Plan(gate, spoil)
+        if drafts:  # which have no value of the token before yet
+            gate = fh.gate("late", "model.layers.3", fh.Norm(), lag=1, over="token")
+            plan = fh.Plan(gate, fh.on("model.layers.1", fh.Zero(), when=fh.above("late", 1e9)))
+        params = sampling(None, 20, ignore_eos=True, stop_token_ids=ends)
+        texts = texts_of(llm, prompts, params, plan)
+        assert all(text[-1] in ends for text in texts)
+        assert collect(llm, prompts, tmp_path, plan=plan, sampling=params) == (12, 0)
+    finally:
+        stop(llm)
+    check(rows_in(tmp_path), model, prompts, texts)
 
 
 def test_resumes_texts_of_the_same_parameters(llm: Any, models: Any, tmp_path: Path) -> None:

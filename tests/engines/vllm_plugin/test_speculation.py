@@ -281,10 +281,12 @@ def test_which_changes_of_the_last_layer_are_shared(drafting: Any, method: str) 
     assert (read[2] > 0) == (method != "eagle")
 
 
-def test_capture_bytes_includes_drafts(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_bytes_includes_drafts(
+    drafting: Any, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     admission = connect(drafting)._admission
     params = sampling(fh.Plan(fh.keep("model.layers.1")), new_tokens=5)
-    rows = 3 + 5 - 1 + DRAFTS
+    rows = 3 + 5 - 1 + (DRAFTS + 1 + DRAFTS if "ahead" in setting else DRAFTS)
     for capture_bytes in (4 * WIDTH * rows, 4 * WIDTH * rows - 1):
         options = dataclasses.replace(admission._options, capture_bytes=capture_bytes)
         monkeypatch.setattr(admission, "_options", options)

@@ -172,7 +172,9 @@ def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
     reach = CacheReach.from_json(described["reach"])
     made = FrontEnd(modules, options, secret, reach, max(servers, 1), serves=serves)
     if (speculative := engine.vllm_config.speculative_config) is not None:
-        made.drafts = int(speculative.num_speculative_tokens)
+        made.surplus = drafts = int(speculative.num_speculative_tokens)
+        if engine.vllm_config.scheduler_config.async_scheduling:
+            made.surplus += 1 + drafts  # one more step
     found = _front_ends.setdefault(engine.input_processor, made)
     _front_ends[engine.output_processor] = found
     return found

@@ -40,6 +40,8 @@ class CachedPlan:
     """Tokens whose steps have been checked."""
     shared: int = 0
     """Tokens of which `share` has shared the whole blocks."""
+    again: bool = False
+    """True if its request was preempted: one step may run rows of the prompt and changed ones."""
 
 
 def has_plan(params: Any) -> bool:
@@ -91,7 +93,9 @@ def _captured(coordinator: Any, request_id: str) -> int:
     """
     sizes = [each.block_size for each in coordinator.single_type_managers]
     blocks: tuple[list[Any], ...] = coordinator.get_blocks(request_id)
-    return min(int(size) * (len(group) - 1) for size, group in zip(sizes, blocks, strict=True))
+    tokens = min(int(size) * (len(group) - 1) for size, group in zip(sizes, blocks, strict=True))
+    plan = vars(coordinator).get(_WAITING, {}).get(request_id)
+    return tokens if plan is None or not plan.again else min(tokens, plan.checked)
 
 
 def shareable(coordinator: Any, request: Any, tokens: int) -> int:
@@ -106,6 +110,7 @@ def shareable(coordinator: Any, request: Any, tokens: int) -> int:
     if plan.changed is None or _end_of_rows(request, tokens) <= plan.changed:
         return tokens
     vars(coordinator).setdefault(_WAITING, {})[request.request_id] = plan
+    plan.again = request.num_preemptions > 0
     # One that was preempted runs again, from fewer tokens: their steps are checked anew. Tokens of
     # a step in flight may be drafts that are rejected.
     run = int(request.num_computed_tokens) - int(request.num_output_placeholders)

@@ -124,8 +124,8 @@ class FrontEnd:
         self._admission = Admission(modules, options, secret)
         self._reach = CacheReach() if reach is None else reach
         self.servers = servers
-        self.drafts = 0
-        """Most drafts of a step: captures may hold so many more rows than the answer has."""
+        self.surplus = 0
+        """Most rows that captures may have beyond an answer: of drafts, and of a step ahead."""
         self._serves = serves
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ class FrontEnd:
         if not isinstance(stream, str) or stream not in streams:  # a client's
             stream = ""
         if read.captures:
-            tokens = params.max_tokens + self.drafts
+            tokens = params.max_tokens + self.surplus
             self._admission.check_captures(read.plan, prompt, tokens, params.n)
             # Where no route of ours set it, it is whatever the client sent.
             token = params.extra_args.get(FIELD)
