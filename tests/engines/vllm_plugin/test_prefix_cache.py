@@ -432,6 +432,7 @@ class Cache:
             num_computed_tokens=0,
             num_stale_output_tokens=0,
             num_output_placeholders=0,
+            num_preemptions=0,
             ferrohook_plan=self.plan,
         )
         self.coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=15)])
@@ -456,6 +457,7 @@ class Cache:
     def preempt(self, in_flight: int = 0) -> None:
         self.request.num_computed_tokens = self.shared = 0
         self.request.num_stale_output_tokens = in_flight
+        self.request.num_preemptions += 1
 
 
 def test_a_preempted_request_shares_no_step_before_it_has_been_checked_again() -> None:
