@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse
-from starlette import status
 from starlette.middleware import Middleware
+from starlette.status import WS_1008_POLICY_VIOLATION
 from torch import Tensor
 
 from ferrohook.dictionaries.dictionary import Dictionary
@@ -228,9 +228,9 @@ class PlanGate:
         if _names_plan(b"".join(each.get("body", b"") for each in messages)):
             served = ", ".join(sorted(self._served))
             msg = f"{scope['path']} does not support ferrohook plans; these routes do: {served}"
-            code = HTTPStatus.BAD_REQUEST
-            error = {"message": msg, "type": "BadRequestError", "code": code}
-            await JSONResponse({"error": error}, code)(scope, receive, send)
+            status = HTTPStatus.BAD_REQUEST
+            error = {"message": msg, "type": "BadRequestError", "code": status}
+            await JSONResponse({"error": error}, status)(scope, receive, send)
             return
 
         async def again() -> Message:
@@ -245,7 +245,7 @@ class PlanGate:
             message = await receive()
             if not _names_plan(message.get("bytes") or (message.get("text") or "").encode()):
                 return message
-            code, reason = status.WS_1008_POLICY_VIOLATION, "ferrohook plans are not supported here"
+            code, reason = WS_1008_POLICY_VIOLATION, "ferrohook plans are not supported here"
             await send({"type": "websocket.close", "code": code, "reason": reason})
             return {"type": "websocket.disconnect", "code": code}
 

@@ -302,11 +302,10 @@ UNSEEN = 400
 """A token that is in no text."""
 
 
-SPOILING = ("ngram", "draft_model ahead")
 SOME = "draft_model ahead, some"
 
 
-@pytest.fixture(params=SPOILING)
+@pytest.fixture(params=["ngram", "draft_model ahead"])
 def spoiling(
     request: pytest.FixtureRequest, repeating: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:

@@ -43,7 +43,7 @@ impl Member {
         })
     }
 
-    /// Fails it, for this reason, and may log that.
+    /// Fails it, for this reason; logs that unless its engine does.
     pub fn fail(&self, py: Python<'_>, error: &PyErr) {
         if !self.frame.get().end(py, error) || !self.logs {
             return;
