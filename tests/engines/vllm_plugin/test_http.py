@@ -281,6 +281,24 @@ def test_an_engine_that_dies_ends_a_stream_with_the_reason(engine: Engine, calli
     assert error_of(last) == "the engine is dead"
 
 
+def test_a_stream_says_that_a_worker_died(engine: Engine) -> None:
+    """vLLM says "cancelled" of the call that the worker was in."""
+
+    async def die() -> None:
+        msg = "Call to collective_rpc method failed: cancelled"
+        raise Exception(msg)  # noqa: TRY002 (as vLLM)
+
+    engine.before = lambda name: die() if name == "read_so_far" else None
+
+    async def run() -> list[bytes]:
+        await engine.send(KEEP)
+        engine.step(PROMPT)
+        return await asyncio.wait_for(streamed(engine), 30)
+
+    *_, last = asyncio.run(run())
+    assert error_of(last) == "the engine died: a worker ended during a call"
+
+
 def test_captures_are_fetched_by_one_of_two(engine: Engine) -> None:
     async def run() -> list[httpx.Response]:
         await engine.send(KEEP)

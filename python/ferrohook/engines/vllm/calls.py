@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Counter
@@ -10,7 +11,7 @@ from prometheus_client import Counter
 from ferrohook.engines.wire import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _METHOD: Final = "ferrohook_call"
 """Of `WorkerWrapperBase`."""
@@ -21,8 +22,13 @@ _BYTES: Final = Counter("ferrohook_captured_bytes", "Bytes of the captures fetch
 
 
 def call(engine: Any, name: str, *args: Any) -> list[bytes]:
-    """Calls the workers of an `LLM` or `LLMEngine`; returns their answers, by rank."""
-    answers: list[bytes] = engine.collective_rpc(_METHOD, args=(name, *args))
+    """Calls the workers of an `LLM` or `LLMEngine`; returns their answers, by rank.
+
+    Raises:
+        RuntimeError: a worker died meanwhile.
+    """
+    with _naming_death():
+        answers: list[bytes] = engine.collective_rpc(_METHOD, args=(name, *args))
     return answers
 
 
@@ -31,6 +37,7 @@ async def call_async(engine: Any, name: str, *args: Any) -> list[bytes]:
 
     Raises:
         EngineDeadError: the engine died meanwhile; vLLM would wait for ever.
+        RuntimeError: a worker died meanwhile.
     """
     # `collective_rpc` has all engine cores do it too, and returns the answers of the first one.
     to_all = engine.engine_core.call_utility_all_async
@@ -39,9 +46,22 @@ async def call_async(engine: Any, name: str, *args: Any) -> list[bytes]:
         while not (await asyncio.wait({answers}, timeout=_PATIENCE))[0]:
             if engine.errored:
                 raise engine.dead_error
-        return [each for core in answers.result() for each in core]
+        with _naming_death():
+            return [each for core in answers.result() for each in core]
     finally:
         answers.cancel()
+
+
+@contextlib.contextmanager
+def _naming_death() -> Iterator[None]:
+    """Raises that the engine died where vLLM says that a call was cancelled: its worker died."""
+    try:
+        yield
+    except Exception as error:
+        if not str(error).endswith("cancelled"):
+            raise
+        msg = "the engine died: a worker ended during a call"
+        raise RuntimeError(msg) from error
 
 
 def found(answers: Iterable[bytes]) -> bytes:
