@@ -3,29 +3,12 @@
 import pytest
 import torch
 
-from ferrohook.engines.finite import LIMIT, WatchedRows, is_finite
+from ferrohook.engines.finite import LIMIT, WatchedRows
 from ferrohook.engines.requests import Span
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OURS = [Span("a", 1, 2, 0, 2)]
-
-
-@each_dtype
-def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
-    assert is_finite(torch.full((3, 8), largest, dtype=dtype))
-    assert is_finite(torch.tensor([[largest, largest, -largest, -largest]], dtype=dtype))
-
-
-@each_dtype
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_one_number_is_enough(dtype: torch.dtype, number: float) -> None:
-    rows = torch.randn(3, 8).to(dtype)
-    rows[1, 5] = number
-    assert not is_finite(rows)
-    rows[2, 3] = -number  # their sum is NaN
-    assert not is_finite(rows)
 
 
 @each_dtype
@@ -45,6 +28,19 @@ def test_watched_rows_alone_are_cleaned(dtype: torch.dtype) -> None:
     cleaned = watched.clean(rows, 2, "keys")
     torch.testing.assert_close(cleaned, expected, rtol=0, atol=0, equal_nan=True)
     assert watched.lost() == {"a": "keys"}
+    assert watched.is_bad("a")
+
+
+def test_rows_of_each_request_are_told_apart() -> None:
+    watched = WatchedRows([Span("a", 0, 2, 0, 2), Span("b", 2, 1, 5, 2)])
+    rows = torch.randn(3, 8)
+    assert watched.clean(rows, 0, "hidden states") is rows
+    assert not watched.is_bad("a")
+    rows[1, 4] = torch.nan
+    watched.clean(rows, 0, "hidden states")
+    assert watched.is_bad("a")
+    assert not watched.is_bad("b")
+    assert watched.arrived
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -21,13 +21,21 @@ NEW = 12
 PROMPT = [*range(10, 110)]
 VECTOR = torch.linspace(-2, 2, WIDTH)
 HOSTILE = {
-    "scale": fh.on("model.layers.1", fh.Scale(1e38)),
-    "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
-    "add": fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0)),
-    "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
-    "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
+    "scale": fh.Plan(fh.on("model.layers.1", fh.Scale(1e38))),
+    "mlp": fh.Plan(fh.on("model.layers.2.mlp", fh.Scale(3e38))),
+    "add": fh.Plan(fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0))),
+    "keys": fh.Plan(fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37))),
+    "generated": fh.Plan(fh.on("model.layers.1", fh.Scale(1e38), at="generated")),
+    "logits": fh.Plan(fh.on("model.norm", fh.Add(torch.full((WIDTH,), 9e29)))),
+    "hidden": fh.Plan(
+        fh.on("model.layers.1", fh.Scale(3e38), at="generated"), fh.on("model.norm", fh.Zero())
+    ),
+    "hidden keys": fh.Plan(
+        fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e35)),
+        fh.on("model.layers.1.self_attn.o_proj", fh.Zero()),
+    ),
 }
-"""Entries that make rows of their requests NaN or infinite."""
+"""Plans that make rows of their requests NaN or infinite, or too large."""
 _numbers = itertools.count(1)
 POSITIONS_FROM_THE_END: list[Any] = [-1, "last_prompt", "generated", "prompt", slice(-4, None)]
 

@@ -103,7 +103,7 @@ class Admission:
         Raises:
             ValueError: they may not.
         """
-        most = prompt_length + new_tokens - 1  # the last token never runs
+        most = prompt_length + max(new_tokens, 1) - 1  # the last new token never runs
         size = answers * sum(
             each.row_bytes * int(wanted(each.at, prompt_length, most).sum())
             for each in self._modules.captures(plan)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from ferrohook._core import to_device
+from ferrohook.dictionaries.features import Feature
+from ferrohook.effects.interventions import Ablate, Add, Clamp, Scale
+from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookError
+from ferrohook.plans.entries import HookEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     from ferrohook.engines.requests import Span
+    from ferrohook.plans.entries import Entry
 
 LIMIT = 1e30
 """Magnitude from which keys and values count as infinite: a product with the queries of others may
 overflow, and infinity plus a mask of minus infinity is NaN."""
+
+
+_KEEPS_BAD: Final = (Ablate, Add, Clamp, Feature, Replay, Route, Scale)
+"""Hooks after which a row with NaN or infinity has some too."""
+
+
+def hides(entries: Iterable[Entry]) -> bool:
+    """Returns True if a plan may hide the bad numbers that it made at another place."""
+    hooks = (entry.hook for entry in entries if isinstance(entry, HookEntry))
+    return not all(isinstance(hook, _KEEPS_BAD) for hook in hooks)
 
 
 def failure(what: str) -> HookError:
@@ -29,14 +43,9 @@ def failure(what: str) -> HookError:
     return HookError(msg)
 
 
-def is_finite(rows: Tensor) -> bool:
-    """Returns False if a number is NaN or infinite, by one reduction where all are finite."""
-    return _sums_finite(rows) or bool(rows.isfinite().all())
-
-
-def _sums_finite(rows: Tensor) -> bool:
-    """Returns False if a number is NaN or infinite, or the sum of large ones overflows."""
-    return math.isfinite(rows.sum(dtype=_wide(rows)).item())
+def is_read_at_once(tensor: Tensor) -> bool:
+    """Returns True if the host reads a number of a tensor without waiting for a device."""
+    return tensor.is_cpu
 
 
 def _wide(rows: Tensor) -> torch.dtype:
@@ -71,6 +80,11 @@ class WatchedRows:
     def _owners(self) -> list[str]:
         return [span.request_id for span in self._spans for _ in range(span.rows)]
 
+    @property
+    def arrived(self) -> bool:
+        """True if `lost` does not wait."""
+        return self._sent is None or self._sent[1].query()
+
     def clean(self, tensor: Tensor, dim: int, what: str) -> Tensor:
         """Returns keys or values with zeros for the watched numbers that are NaN or too large.
 
@@ -89,25 +103,37 @@ class WatchedRows:
         self._found.append((what, self._owners, bad.movedim(dim, 0).flatten(1).any(1)))
         return tensor.index_copy(dim, index, rows.masked_fill(bad, 0))
 
+    def watch(self, what: str, owners: list[str], values: Iterable[Tensor]) -> None:
+        """Looks for bad numbers in further tensors, and leaves them there.
+
+        Args:
+            what: their name, for `lost`.
+            owners: request of each row.
+            values: of shape (rows, ...).
+        """
+        # The numbers of one byte have no magnitude in torch.
+        wide = (each if each.dtype.itemsize > 1 else each.float() for each in values)
+        good = [(each.flatten(1).abs() < LIMIT).all(1) for each in wide]
+        if good:
+            self._found.append((what, owners, ~torch.stack(good).all(0)))
+
     def clean_logits(self, scores: Tensor, drawn: Sequence[str]) -> Tensor:
         """Returns logits with zeros in the watched rows from which no token can be drawn.
 
-        Those with NaN or plus infinity, or without any finite number: some models mask tokens by
-        minus infinity.
+        Those with NaN, with a number that is infinite once a temperature has divided it, or without
+        any finite number: some models mask tokens by minus infinity.
 
         Args:
             scores: (1, rows, vocabulary).
             drawn: request of each row.
         """
-        if scores.is_cpu and _sums_finite(scores):
-            return scores
         watched = {span.request_id for span in self._spans}
         places = [place for place, owner in enumerate(drawn) if owner in watched]
         if not places:
             return scores
         index = to_device(torch.tensor(places), scores.device)
         rows = scores.index_select(1, index)
-        bad = ~rows.amax(-1).isfinite()
+        bad = ~(rows.amax(-1).abs() < LIMIT)
         if scores.is_cpu and not bool(bad.any()):
             return scores
         self._found.append(("logits", [drawn[place] for place in places], bad[0]))
@@ -123,6 +149,16 @@ class WatchedRows:
             sent = torch.cuda.Event()
             sent.record(torch.cuda.current_stream(bad.device))
             self._sent = host, sent
+
+    def is_bad(self, request_id: str) -> Tensor:
+        """Returns a bool on the device: whether a tensor had bad numbers in rows of a request."""
+        found = [
+            bad[place]
+            for _, owners, bad in self._found
+            for place, owner in enumerate(owners)
+            if owner == request_id
+        ]
+        return torch.stack(found).any() if found else torch.tensor(data=False)
 
     def lost(self) -> dict[str, str]:
         """Returns the requests with bad numbers, and the name of the first tensor that has some.

@@ -35,8 +35,8 @@ def prefix_of(plan: Plan, prompt: int, modules: ModuleTable, reach: CacheReach) 
 
     - `on` changes from its first position on, and with `when` or `strength` not before its gates
       have values: with `over="prompt"` from the last token of the prompt on, with `lag=1` from the
-      first generated token on. After the last attention it changes no keys and values, but the rows
-      that the check of a step sees: there it can hide rows that NaN of later ones has spoilt.
+      first generated token on. After the last attention it changes no keys and values, but the
+      hidden states that the check of a step sees.
     - `keep` and gates read from their first position on. `keep("@gate.NAME")` and `stop` read what
       their gates read.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from ferrohook.captures.cache import ActivationCache
+from ferrohook.engines.finite import hides
 from ferrohook.errors import HookError
 from ferrohook.plans.entries import GateEntry, HookEntry, KeepEntry
 from ferrohook.tokens.sequences import OF_REQUEST
@@ -65,6 +66,8 @@ class EngineRequest:
     """Its plan, opened."""
     changes: bool = dataclasses.field(init=False, default=False)
     """True if its plan may change rows."""
+    hides: bool = dataclasses.field(init=False, default=False)
+    """True if its plan may hide the NaN and infinities that it makes, see `hides`."""
     first_changed: int | None = dataclasses.field(init=False, default=0)
     """Position from which its plan may change keys and values; None if it changes none."""
     reads_logits: bool = dataclasses.field(init=False, default=False)
@@ -95,6 +98,7 @@ class EngineRequest:
         if self.prepared is not None:
             self.opened = self.prepared.open()
             self.changes = any(isinstance(it, HookEntry) for it in self.prepared.entries)
+            self.hides = hides(self.prepared.entries)
         self._begin()
 
     def _begin(self) -> None:
@@ -146,6 +150,11 @@ class EngineRequest:
         """True if its plan has gates."""
         entries = () if self.prepared is None else self.prepared.entries
         return any(isinstance(entry, GateEntry) for entry in entries)
+
+    def writes(self, span: Span) -> bool:
+        """Returns True if its plan may change keys and values of some of its rows."""
+        first = self.first_changed
+        return first is not None and first < span.position + span.rows
 
     def stream_gates(self, stream: GateStream) -> None:
         """Has a stream take the values of its kept gates, if there are any."""

@@ -7,13 +7,15 @@ import functools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import torch
 
+from ferrohook._core import to_device
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.engines.admission import wanted
-from ferrohook.engines.finite import failure, is_finite
+from ferrohook.engines.finite import WatchedRows, failure
 from ferrohook.engines.harvest import Harvest, error_answer
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, Span, reason_of
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
 """Plans that stay prepared without a request."""
+_WRITTEN: Final = "keys and values"
 PROBE: Final = f"{NAME}-self-test"
 """Begin of the ids of a self-test's requests."""
 
@@ -52,12 +55,42 @@ class ServedModel(NamedTuple):
     plans: EnginePlans
 
 
+Written: TypeAlias = "Callable[[slice | Tensor], Iterable[tuple[Tensor, Tensor]]]"
+"""Returns where some rows of a step wrote: tensors, and for each row a place in the first dimension
+of each."""
+
+
+class StepCheck(NamedTuple):
+    """Check of the rows of a step that plans changed."""
+
+    watched: WatchedRows
+    changed: list[tuple[EngineRequest, Span]]
+    written: Written
+    owners: set[str]
+    """Requests that own what their rows wrote."""
+
+    def clean(self, request: EngineRequest, span: Span) -> None:
+        """Zeroes what rows of a request wrote if some are bad, once: then others may own it.
+
+        Also those before the changed rows: attention reads later rows through a mask, and NaN times
+        zero is NaN. So does the next owner.
+        """
+        if request.name not in self.owners:
+            return
+        self.owners.remove(request.name)
+        if request.writes(span):
+            is_bad = self.watched.is_bad(request.name)
+            for tensor, places in self.written(slice(span.first_row, span.first_row + span.rows)):
+                own = places if span.rows == 1 else places.unique()
+                tensor[own] = tensor[own].masked_fill(is_bad, 0)
+
+
 class EngineWorker:
     """Plans of the requests of one model in an engine.
 
     An engine derives from it, and answers where its rows, positions and requests are: it calls
     `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, `sampling`
-    where it computes logits after the forward, `failures` behind it, and `reconcile` or `retire`.
+    and `check_logits` where it computes logits, `failures` after it, and `reconcile` or `retire`.
     One thread admits at a time; another one may run steps.
 
     Args:
@@ -83,7 +116,9 @@ class EngineWorker:
         self._in_step: list[tuple[EngineRequest, Span]] = []
         """Requests of the settled step, and their rows."""
         self._sampled: list[tuple[EngineRequest, Span]] = []
-        """Those with gates that read logits, and their row among the step's rows of logits."""
+        """Those with gates that read logits, and their rows among the step's rows of logits."""
+        self._drawn: list[tuple[EngineRequest, Span]] = []
+        """Those whose plans may change logits, and their rows among the step's rows of logits."""
         self._sampling = 0
         """Number of the step's rows of logits: one for each request and each draft."""
         self._drafts: Mapping[str, Collection[int]] = {}
@@ -93,6 +128,8 @@ class EngineWorker:
         """Ends of requests by a `stop` of their plans, in the last step."""
         self._retried: set[str] = set()
         """Requests for which the last step counts for nothing."""
+        self._checks: deque[StepCheck] = deque()
+        """Checks of steps whose outcome the host has not read yet, in their order."""
         self._harvest: Harvest | None = None
         """Run whose prompts are stored here."""
         self._failed: list[EngineRequest] = []
@@ -243,6 +280,7 @@ class EngineWorker:
 
     def reconcile(self, live: Collection[str]) -> None:
         """Closes the requests that no longer live in the engine."""
+        self.read_checks()
         for request_id in self.requests.keys() - live:
             self.retire(request_id)
 
@@ -266,7 +304,7 @@ class EngineWorker:
             positions: position of the first row of each.
         """
         self._in_step, self._stopped, self._retried = [], {}, set()
-        self._sampled, self._sampling = [], 0
+        self._sampled, self._drawn, self._sampling = [], [], 0
         if not self.requests:
             return
         in_step, row = [], 0
@@ -280,13 +318,13 @@ class EngineWorker:
                 request.run(first, rows, drafts)
                 span = Span(request.name, row, rows, first, request.prompt_length)
                 in_step.append((request, span))
+                last = span._replace(
+                    first_row=self._sampling, rows=1 + drafts, position=request.end - 1 - drafts
+                )
                 if request.reads_logits:
-                    last = span._replace(
-                        first_row=self._sampling,
-                        rows=1 + drafts,
-                        position=request.end - 1 - drafts,
-                    )
                     self._sampled.append((request, last))
+                if request.changes:
+                    self._drawn.append((request, last))
             row += rows
             self._sampling += 1 + drafts
         self._in_step = in_step
@@ -401,33 +439,96 @@ class EngineWorker:
     def _agree(self) -> None:
         """Exchanges failures with other workers of the same rows."""
 
-    def check_rows(self, hidden: Tensor, clean: Callable[[slice], object]) -> None:
+    def check_rows(self, hidden: Tensor, written: Written, *, later: bool = False) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
 
-        All their writes of a step with changed rows are zeroed, also those before the changed rows:
-        attention reads later rows through a mask, and NaN times zero is NaN. So does the next owner
-        of the blocks. An engine therefore shares blocks of such a step once it has been checked.
-        With drafts in the step it is not known yet which rows count: the request runs again.
+        All that their rows of the step wrote is zeroed, see `StepCheck.clean`. An engine therefore
+        shares blocks of such a step once it has been checked. With drafts in the step it is not
+        known yet which rows count: the request runs again.
 
         Args:
-            hidden: after the last norm of the model, where NaN and infinities have become NaN.
-            clean: zeroes what some rows of the step wrote.
+            hidden: after the last norm of the model, where NaN and infinities have become NaN. Bad
+                numbers become zeros.
+            written: where rows wrote keys and values.
+            later: leave the outcome to `read_checks` if each request has one row.
         """
-        changed = [
-            (request, span, slice(span.first_row, span.first_row + span.rows))
-            for request, span in self._in_step
-            if request.changes
-        ]
-        if not changed or is_finite(hidden[changed[0][-1].start : changed[-1][-1].stop]):
+        changed = [each for each in self._in_step if each[0].changes]
+        if not changed:
             return
-        for request, span, rows in changed:
-            if not is_finite(hidden[rows]):
-                if not self._runs_again(request):
-                    self.fail(request, failure("hidden states"))
-                hidden[rows] = 0
-                first = request.first_changed
-                if first is not None and first < span.position + span.rows:
-                    clean(rows)
+        watched = WatchedRows([span for _, span in changed])
+        cleaned = watched.clean(hidden, 0, "hidden states")
+        if cleaned is not hidden:
+            hidden.copy_(cleaned)
+        hiding = [span for request, span in changed if request.hides and request.writes(span)]
+        _watch_written(watched, hiding, written, hidden.device)
+        watched.send()
+        self._checks.append(StepCheck(watched, changed, written, {it.name for it, _ in changed}))
+        if not later or any(span.rows > 1 for _, span in changed):
+            self.read_checks(wait=True)
+
+    def check_logits(self, logits: Tensor, *, later: bool = False) -> Tensor:
+        """Fails the requests whose plans leave no token to draw: a sampler may raise, for all.
+
+        Args:
+            logits: of the step, by the first call that computes some: (rows, vocabulary).
+            later: leave the outcome to `read_checks`.
+
+        Returns:
+            the logits, with zeros in rows of these requests.
+        """
+        changed, self._drawn = self._drawn, []
+        if not changed or len(logits) != self._sampling:  # else of other rows
+            return logits
+        owners = [""] * len(logits)
+        for request, span in changed:
+            owners[span.first_row : span.first_row + span.rows] = [request.name] * span.rows
+        watched = WatchedRows([span for _, span in changed])
+        cleaned = watched.clean_logits(logits[None], owners)[0]
+        watched.send()
+        self._checks.append(StepCheck(watched, changed, _wrote_nothing, set()))
+        if not later:
+            self.read_checks(wait=True)
+        return cleaned
+
+    def sent_checks(self) -> Callable[[], dict[str, str]] | None:
+        """Returns what waits for the outcomes of steps: the requests that fail, and why.
+
+        None if all are known. Called on any thread.
+        """
+        if not self._checks:
+            return None
+        sent = [each.watched for each in self._checks]
+        return lambda: {
+            name: reason_of(failure(what)) for each in sent for name, what in each.lost().items()
+        }
+
+    def read_checks(self, *, wait: bool = False) -> None:
+        """Fails the requests with bad rows in steps whose outcome is known.
+
+        Args:
+            wait: wait for the outcomes of all steps.
+        """
+        while self._checks and (wait or self._checks[0].watched.arrived):
+            check = self._checks.popleft()
+            lost = check.watched.lost()
+            for request, span in check.changed:
+                if request.name not in lost:
+                    continue
+                # Else it had ended, and the step ran for nothing.
+                if self.requests.get(request.name) is request and not self._runs_again(request):
+                    self.fail(request, failure(lost[request.name]))
+                check.clean(request, span)
+
+    def release(self, owners: Collection[str]) -> None:
+        """Cleans what steps with an unknown outcome wrote, before others get the blocks.
+
+        Args:
+            owners: requests that keep the blocks that they had in the steps before.
+        """
+        for check in self._checks:
+            for request, span in check.changed:
+                if request.name not in owners:
+                    check.clean(request, span)
 
     # --- captures ----------------------------------------------------------------------------
 
@@ -528,6 +629,29 @@ class EngineWorker:
             return packed({}, {}, error=None if partial else str(error))
         except HookError as error:
             return packed({}, {}, error=str(error))
+
+
+def _watch_written(
+    watched: WatchedRows, hiding: Sequence[Span], written: Written, device: torch.device
+) -> None:
+    """Looks at what rows wrote whose bad numbers the hidden states may not show."""
+    single = [span for span in hiding if span.rows == 1]
+    if single:
+        rows = to_device(torch.tensor([span.first_row for span in single]), device)
+        values = [tensor[places] for tensor, places in written(rows)]
+        watched.watch(_WRITTEN, [span.request_id for span in single], values)
+    for span in hiding:
+        if span.rows > 1:
+            rows_of = slice(span.first_row, span.first_row + span.rows)
+            values = [
+                tensor[places.unique()].flatten()[None] for tensor, places in written(rows_of)
+            ]
+            watched.watch(_WRITTEN, [span.request_id], values)
+
+
+def _wrote_nothing(_rows: slice | Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Is where logits wrote keys and values."""
+    return ()
 
 
 @contextlib.contextmanager

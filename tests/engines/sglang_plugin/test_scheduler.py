@@ -208,6 +208,17 @@ def test_a_stop_token_cuts_captures_off(local: Local) -> None:
     assert len(given.acts["model.layers.0"]) == len(PROMPT) + len(given.generated_tokens) - 1
 
 
+@pytest.mark.parametrize("at", [None, "last_prompt"])
+@pytest.mark.parametrize("length", [1, 40])
+def test_a_request_for_no_token_captures_its_prompt(local: Local, length: int, at: Any) -> None:
+    plan = fh.Plan(fh.keep("model.layers.0", at=at))
+    found = local.run([[request(str(new), PROMPT[:length], plan, new) for new in (0, 1)]])
+    none, one = (sglang.activations(found[new]) for new in ("0", "1"))
+    assert len(none.acts["model.layers.0"]) == (length if at is None else 1)
+    torch.testing.assert_close(none.acts["model.layers.0"], one.acts["model.layers.0"])
+    assert none.positions["model.layers.0"].tolist() == one.positions["model.layers.0"].tolist()
+
+
 def test_captures_have_labels_dtypes_and_parts(local: Local) -> None:
     plan = fh.Plan(
         fh.keep("model.layers.1", at="last_prompt", label="half", dtype=torch.float16),
@@ -391,7 +402,7 @@ def test_a_step_that_fails_ahead_of_a_stop_fails_nobody(local: Local) -> None:
 def test_neighbours_of_infinite_rows_are_not_reached(llama: Any, local: Local, hook: str) -> None:
     """Neither requests in the same batches nor requests that get the slots later."""
     jobs = [Job(job.prompt) for job in random_jobs(18, seed=3)]
-    plan = fh.Plan(HOSTILE[hook])
+    plan = HOSTILE[hook]
     # Drawn, as the probabilities of an infinite row would end the scheduler.
     drawn = {"params": {"temperature": 1.0, "top_k": 20, "ignore_eos": True}}
 

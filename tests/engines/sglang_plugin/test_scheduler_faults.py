@@ -34,7 +34,17 @@ UNGUARDED = {
         "guarded",
         "_fail_all",
     ),
-    *("answer", "_forward", "_checking", "fail", "failures", "reason_of", "reject", "end_early"),
+    *(
+        "answer",
+        "_forward",
+        "_checking",
+        "_drawing",
+        "fail",
+        "failures",
+        "reason_of",
+        "reject",
+        "end_early",
+    ),
     *("state", "_abort", "_taken", "__getitem__", "part_of"),
     *("check_tokens", "_tensor_of", "_numbered_plan", "_keying", "_sharing", "_keys_of"),
 }

@@ -31,7 +31,7 @@ UNGUARDED = {
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
     *("take_request", "running", "_serving", "computing", "gate_values", "failing", "guarded"),
     *("_fail_all", "fail", "state", "failures", "stops", "retries"),
-    *("reason_of", "_mark", "get_output"),
+    *("reason_of", "_mark", "get_output", "sent_checks"),
 }
 _numbers = itertools.count(1)
 

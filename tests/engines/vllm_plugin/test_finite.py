@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
-import ferrohook as fh
 from support.engine_scenes import HOSTILE
 from support.vllm_engine import VOCABULARY, sampling, start, start_compiled, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import ferrohook as fh
 
 NUMBER = 72
 BAD = range(0, NUMBER, 9)
@@ -81,7 +82,7 @@ def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) ->
     indirect=["engine"],
 )
 def test_neighbours_are_not_reached(engine: Any, plain: dict[int, list[int]], hook: str) -> None:
-    check_neighbours(engine, plain, fh.Plan(HOSTILE[hook]))
+    check_neighbours(engine, plain, HOSTILE[hook])
 
 
 def test_nor_are_those_in_a_compiled_engine(models: Any) -> None:
@@ -89,6 +90,6 @@ def test_nor_are_those_in_a_compiled_engine(models: Any) -> None:
     engine = start_compiled(models["llama"][0], additional_config=config)
     try:
         plain = {number: [*text.token_ids] for number, text in texts(engine, None).items()}
-        check_neighbours(engine, plain, fh.Plan(HOSTILE["add"]))
+        check_neighbours(engine, plain, HOSTILE["add"])
     finally:
         stop(engine)

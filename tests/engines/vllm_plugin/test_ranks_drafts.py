@@ -57,8 +57,8 @@ def spoil(wrapper: Any, *, rank: int) -> None:
     worker = wrapper.ferrohook
     check, times = worker.check_rows, iter(range(10**9))
 
-    def checking(*args: Any) -> None:
-        check(*args)
+    def checking(*args: Any, **options: Any) -> None:
+        check(*args, **options)
         for request, _span in worker._in_step:
             if request.drafts and next(times) % 5 == 0:
                 worker._runs_again(request)

@@ -135,6 +135,7 @@ class SchedulerWorker(EngineWorker):
         named = dataclasses.replace(named, logits=self._observed_logits(processor))
         modules = modules.with_places(self._points.places).with_quantities(named)
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
+        processor.register_forward_hook(self._drawing)
         self.serve(model, modules)
         secret = secrets.token_bytes(32)
         # Its requests are within no limits but their own.
@@ -541,13 +542,20 @@ class SchedulerWorker(EngineWorker):
         with self.failing():
             if self._in_step:
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-                self.check_rows(hidden, self._zero)
+                self.check_rows(hidden, self._written)
 
-    def _zero(self, rows: slice) -> None:
-        pool = self._runner.token_to_kv_pool
+    def _drawing(self, _module: object, _args: object, output: Any) -> None:
+        """Looks at the logits that tokens are drawn from."""
+        with self.failing():
+            if self._drawn and output.next_token_logits is not None:
+                output.next_token_logits = self.check_logits(output.next_token_logits)
+
+    def _written(self, rows: slice | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Returns where rows of the step wrote keys and values, see `check_rows`."""
+        pool, slots = self._runner.token_to_kv_pool, self._slots[rows]
         for name in ("k_buffer", "v_buffer", "kv_buffer"):
             for buffer in getattr(pool, name, None) or ():
-                buffer[self._slots[rows]] = 0
+                yield buffer, slots
 
     def end_early(self, reqs: Iterable[Any]) -> None:
         """Ends requests whose plans failed or stop them, before their step's result is processed.
@@ -579,15 +587,15 @@ class SchedulerWorker(EngineWorker):
         request, end = self.requests[req.ferrohook], req.finished_reason.to_json()
         if request.reason and end.get("message") == request.reason:
             req.finished_len = min(request.valid, len(req.output_ids))
-        ran_last = 0
-        if (stopped := request.stopped) and end.get("matched") == stopped.gate:
+        stops = (stopped := request.stopped) and end.get("matched") == stopped.gate
+        if stops:
             req.finished_len = min(request.answered, len(req.output_ids))
-            ran_last = 1  # which other answers' last tokens do not
         self.retire(req.ferrohook)
         texts = req.output_ids_through_stop
         if not request.captures or request.taken or end["type"] == "abort":
             return
-        tokens = len(req.origin_input_ids) + len(texts) + ran_last
+        # The last token ran only if a gate read it, or if it is the prompt's.
+        tokens = len(req.origin_input_ids) + len(texts) + (1 if stops or not texts else 0)
         harvest = self._harvest
         if harvest is not None and (number := harvest.number_of(req.rid)) is not None:
             harvest.end_text(TextEnd(number, [*texts], tokens))

@@ -47,19 +47,28 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
     def loading(_result: Any, *_args: Any, **_kwargs: Any) -> None:
         with worker.starting():
             worker.loaded()
-        if worker.served is not None and worker.served.modules.named.logits is not None:
-            around(runner.get_model(), "compute_logits", computing)
+        model = runner.get_model()
+        if worker.served is not None and hasattr(model, "compute_logits"):
+            around(model, "compute_logits", computing)
 
     def computing(original: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         with worker.sampling(len(hidden_states)):
-            return original(hidden_states, *args, **kwargs)
+            logits = original(hidden_states, *args, **kwargs)
+        if logits is not None:  # else another rank has them
+            with worker.failing():
+                logits = worker.draw(logits)
+        return logits
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
+        is_later = hasattr(output, "get_output")
+        with worker.failing():
+            worker.read_checks(wait=not is_later)
+        check = worker.sent_checks()
         report = StepReport(
             worker.failures(), worker.stops(), worker.gate_values(), worker.retries()
         )
-        if report != NO_REPORT:
-            _mark(output, report)
+        if check is not None or report != NO_REPORT:
+            _mark(output, report, check)
 
     with worker.starting():
         if all(hasattr(runner, name) for name in _V1):
@@ -112,8 +121,14 @@ def _forcing(module: Any, name: str, forced: Mapping[str, Any]) -> Iterator[None
         setattr(module, name, original)
 
 
-def _mark(output: Any, report: StepReport) -> None:
-    """Passes a report on with the output of a step, to the scheduler in its process."""
+def _mark(output: Any, report: StepReport, check: Callable[[], dict[str, str]] | None) -> None:
+    """Passes a report on with the output of a step, to the scheduler in its process.
+
+    Args:
+        output: of the step.
+        report: the report.
+        check: waits for the device, and returns further requests that failed; None if none did.
+    """
     if not hasattr(output, "get_output"):
         output.ferrohook_report = report
         return
@@ -121,7 +136,8 @@ def _mark(output: Any, report: StepReport) -> None:
 
     def get_output() -> Any:
         resolved = resolve()
-        resolved.ferrohook_report = report
+        failed = report.failed if check is None else {**report.failed, **check()}
+        resolved.ferrohook_report = report._replace(failed=failed)
         return resolved
 
     output.get_output = get_output

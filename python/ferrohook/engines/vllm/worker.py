@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ferrohook.data.manifests import manifest
+from ferrohook.engines.finite import is_read_at_once
 from ferrohook.engines.harvest import HarvestSettings, TextEnd
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
@@ -38,7 +39,7 @@ from ferrohook.rows.site_hooks import IN_PLACE, HookSites
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrohook.engines.model.modules import SampledLogits
     from ferrohook.gates.streaming import GateValues
@@ -320,6 +321,9 @@ class RunnerWorker(EngineWorker):
 
     def take_step(self, scheduled: Any) -> None:
         """Takes over the drafts of a step, and the requests that resume after a preemption."""
+        if self._checks:
+            it = scheduled.scheduled_cached_reqs
+            self.release({*it.req_ids} - it.resumed_req_ids)
         if self._config.speculative_config is None:
             return
         self._drafts = scheduled.scheduled_spec_decode_tokens
@@ -387,19 +391,41 @@ class RunnerWorker(EngineWorker):
             slots: of each layer, the slots of the step's rows.
         """
         hidden = output[0] if isinstance(output, tuple) else output
-        self.check_rows(
-            hidden, lambda rows: self._zero({layer: each[rows] for layer, each in slots.items()})
-        )
+        later = self._reads_later(hidden)
+        if later:  # the next step overwrites them
+            copies = {id(each): each.clone() for each in slots.values()}
+            slots = {layer: copies[id(each)] for layer, each in slots.items()}
 
-    def _zero(self, slots: Mapping[str, Tensor]) -> None:
-        """Zeroes the blocks of some slots. No request shares them before the step is checked."""
+        def written(rows: slice | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from self._written({layer: each[rows] for layer, each in slots.items()})
+
+        self.check_rows(hidden, written, later=later)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Returns the logits of a step as a sampler may have them, see `check_logits`."""
+        return self.check_logits(logits, later=self._reads_later(logits))
+
+    def _reads_later(self, tensor: Tensor) -> bool:
+        # Ranks agree on failures in the step, and a request with drafts may run again.
+        decided = self._ranks is None and self._config.speculative_config is None
+        return decided and not is_read_at_once(tensor)
+
+    def _written(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Returns the caches of all layers of attention, and the blocks of some slots in each.
+
+        No request shares them before the step is checked.
+        """
         config = self._runner.kv_cache_config
         for group in config.kv_cache_groups:
             for layer in group.layer_names:
                 cache = self._config.compilation_config.static_forward_context[layer].kv_cache
                 if layer in slots and isinstance(cache, torch.Tensor):  # else it is no attention
                     size = group.kv_cache_spec.block_size * config.num_blocks // cache.shape[0]
-                    cache[(slots[layer] // size).unique()] = 0
+                    yield cache, slots[layer] // size
+
+    @torch.inference_mode()  # as the caches were made
+    def read_checks(self, *, wait: bool = False) -> None:  # noqa: D102 (EngineWorker's)
+        super().read_checks(wait=wait)
 
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
@@ -439,6 +465,7 @@ class RunnerWorker(EngineWorker):
 
     def end_harvest(self) -> bytes:
         """Stores the rest of the run; returns its numbers or its error."""
+        self.read_checks(wait=True)
         if (harvest := self._harvest) is None:
             return b""
         # Those of the last step: the runner learns of their ends with the next one.
@@ -545,6 +572,7 @@ class RunnerWorker(EngineWorker):
 
     def _captured(self, key: str) -> EngineRequest | None:
         """Returns the request that has captures: one that runs, or that is finished."""
+        self.read_checks(wait=True)
         capturing = (it for it in self.requests.values() if it.key == key and it.captures)
         return next(capturing, None) or self._finished.get(key)
 
