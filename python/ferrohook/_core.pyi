@@ -418,6 +418,7 @@ class Collector:
         max_bytes: int | None,
         stop: int | None,
         casts: dict[int, Any] | None = None,
+        joins: bool = False,
     ) -> Self: ...
     def ran(self) -> list[int]: ...
     def read(

@@ -339,3 +339,16 @@ def test_threads_with_scopes_of_their_own_see_and_change_nothing_of_others(llama
         assert all(all(each) for each in in_threads(8, work))
     finally:
         sys.setswitchinterval(former)
+
+
+def test_a_pattern_of_padding_changes_nothing_in_float64() -> None:
+    """No key is left to the queries of padding, and transformers computes softmax in float32."""
+    model = copy.deepcopy(MODELS("llama")).double()
+    ids = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 4]])
+    plain = logits(model, ids, attention_mask=(ids > 0).long())
+    for at in (None, "last_prompt"):
+        with fh.Plan(fh.keep("@pattern.1", at=at)).open(model) as request:
+            output = logits(model, ids, attention_mask=(ids > 0).long())
+        assert torch.equal(output, plain)
+        assert plain[ids > 0].isfinite().all()
+        assert request.acts["@pattern.1"].isfinite().all()

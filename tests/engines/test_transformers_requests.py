@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -508,6 +509,28 @@ def test_detaching_fails_what_still_runs_with_a_plan(model: Any) -> None:
 
     assert "was detached" in outputs["steered"].error
     assert len(outputs["plain"].generated_tokens) == 100
+
+
+def test_requests_after_the_detachment_may_have_the_ids_of_failed_ones(model: Any) -> None:
+    with model.continuous_batching_context_manager(
+        greedy(100), continuous_batching_config=batching()
+    ) as manager:
+        attached = transformers.attach(manager)
+        attached.add_request(PROMPT, "other", eos_token_id=-1)
+        for number in range(4):
+            attached.add_request([*PROMPT, number], str(number), plan=STEERED.plan, eos_token_id=-1)
+        scheduler = manager.batch_processor.scheduler
+        while len(scheduler.active_requests) + len(scheduler.waiting_requests) < 5:
+            time.sleep(0.001)
+        attached.close()
+        for number in range(4):
+            manager.add_request([*PROMPT, number], str(number), max_new_tokens=3)
+        failed = take(manager, 4)
+        answered = take(manager, 5)
+
+    assert all("was detached" in it.error for it in failed.values())
+    assert sorted(answered) == ["0", "1", "2", "3", "other"]
+    assert not any(it.error for it in answered.values())
 
 
 def test_an_engine_that_dies_fails_its_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -242,8 +243,8 @@ def test_a_damaged_pickle_is_refused_as_it_is_read(
         pickle.loads(pickled.replace(part, other))
 
 
-def test_prepared_plans_that_are_alive_at_exit_say_nothing() -> None:
-    code = """
+EXITS = {
+    "plans": """
     import torch
     from torch import nn
     import ferrohook as fh
@@ -252,8 +253,26 @@ def test_prepared_plans_that_are_alive_at_exit_say_nothing() -> None:
     plans = PreparedPlans(nn.Sequential(nn.Linear(4, 4)))
     for number in range(3):
         plans.prepare(fh.Plan(fh.on("0", fh.Add(torch.full((4,), float(number))))))
-    """
+    """,
+    "attention": """
+    import ferrohook as fh
+    from support.attention_models import attention_model
+
+    model = attention_model("llama")
+    request = fh.Plan(fh.keep("@z.1")).prepare(model).open()
+    """,
+}
+
+
+@pytest.mark.parametrize("code", EXITS.values(), ids=EXITS)
+def test_plans_that_are_alive_at_exit_say_nothing(code: str) -> None:
+    if "attention" in code:
+        pytest.importorskip("transformers")
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
     assert not ended.stderr

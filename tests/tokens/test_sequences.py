@@ -479,6 +479,55 @@ def test_packed_texts_have_positions_and_no_prompt(model: Any) -> None:
     assert [len(each) for each in calls] == [2]
     with pytest.raises(fh.HookError, match="'last_prompt' refer to the prompt"):
         kept(model, "last_prompt", lambda: model(prompt(5), position_ids=places))
+    for at in (1, slice(None)):  # as one value of all calls
+        with (
+            pytest.raises(fh.HookError, match=r"two tokens at position \d of one row"),
+            fh.capture(model, "model.layers.0", at=at),
+        ):
+            model(prompt(5), position_ids=places, use_cache=False)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_number_of_calls_is_not_joined(model: Any, number: int) -> None:
+    with fh.capture(model, "model.layers.0", at="generated", calls=number) as acts:
+        model.generate(prompt(4), **GREEDY)
+    assert len(acts["model.layers.0"]) == number
+
+
+def _returns(_module: object, _args: object, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _writes(_module: object, _args: object, output: Tensor) -> None:
+    output[..., :] *= 2
+
+
+def _writes_and_returns(_module: object, _args: object, output: Tensor) -> Tensor:
+    return output.mul_(2)
+
+
+def _reads(_module: object, _args: object, output: Tensor) -> None:
+    output.sum()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "options", [{"at": 2}, {"at": "prompt", "strength": 0.5}, {"strength": 0.5}], ids=str
+)
+def test_hooks_write_at_their_positions_only(
+    model: Any, options: dict[str, Any], mode: Any
+) -> None:
+    """Whether they return a new tensor, write to the output, or both."""
+
+    def output_with(hook: Any) -> Tensor:
+        with mode(), fh.Plan(fh.on("model.embed_tokens", hook, **options)).open(model):
+            return model(prompt(5)).logits
+
+    expected = output_with(_returns)
+    for hook in (_writes, _writes_and_returns):
+        assert torch.equal(output_with(hook), expected)
+    with mode():
+        assert torch.equal(output_with(_reads), model(prompt(5)).logits)
 
 
 def state_space(kind: str) -> tuple[Any, str]:

@@ -166,6 +166,8 @@ def hold(point: AttentionPoint) -> None:
 
 def _update(reference: weakref.ref[AttentionPoints], _ended: object = None) -> None:
     """Lets an attention module have its points if one of them is instrumented, else not."""
+    if _LOCK is None:  # the interpreter ends, and has cleared this module
+        return
     points = reference()
     if points is None:
         return
@@ -203,6 +205,8 @@ class _InterfaceReplacement:
         self._forget(id(user))
 
     def _forget(self, key: int) -> None:
+        if _LOCK is None:  # as in `_update`
+            return
         with _LOCK:
             self._users.pop(key, None)
             # As the interpreter ends, the library may be gone before a model of it.
@@ -385,7 +389,8 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (an attention function's argumen
     pattern = _heads_inside(points.queries, pattern)
     own = _attended_to(pattern, value)
     if not (torch.is_grad_enabled() and (has_gradient or pattern.requires_grad)):
-        changed = (pattern != before).any(-1).transpose(1, 2)
+        same = (pattern == before) | (pattern.isnan() & before.isnan())
+        changed = (~same).any(-1).transpose(1, 2)
         own = torch.where(changed[..., None], own, output)
     return own, pattern if weights is not None else None
 
@@ -472,7 +477,8 @@ def _added_mask(  # noqa: PLR0913, PLR0917 (an attention function's arguments)
 
 
 def _as_added(allowed: Tensor, query: Tensor) -> Tensor:
-    lowest = torch.finfo(query.dtype).min
+    # Attention functions may compute scores of float64 in float32.
+    lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
     return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
 
 

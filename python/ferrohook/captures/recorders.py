@@ -123,6 +123,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
             "detach": detach,
             "copy": copy,
             "keep": _calls_to_keep(calls),
+            "joins": calls == "last",
             "convert": converter(copies, target, dtype, slice, copy, read),
             "grads": grads,
             "max_bytes": None if max_bytes is None else at_least(1, "max_bytes", max_bytes),

@@ -358,8 +358,9 @@ class ManagerWorker(EngineWorker):
         type(manager.output_router).deliver(manager.output_router, output)
         if manager.batch_processor is not None:  # before the next step is scheduled
             manager.batch_processor.scheduler.set_request_cancellation(name)
-        manager.cancel_request(name)  # it may not have come so far
-        if own is not None:
+        if own is None:  # it has not come so far
+            manager.cancel_request(name)
+        else:
             for child in _children(name, own.num_children):
                 if (fork := self.requests.get(child)) is not None:
                     self.fail(fork, output.hook_error)

@@ -18,7 +18,7 @@ use crate::capture::store::{
     Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, Values, View,
 };
 use crate::error;
-use crate::rows::places::Position;
+use crate::rows::places::{Position, TokenPositions};
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
 
@@ -39,6 +39,8 @@ pub struct Collector {
     copy: CopyMode,
     /// Number of calls of a module that are stored.
     keep: usize,
+    /// True if tokens of several calls, where their positions are known, count as those of one.
+    joins: bool,
     /// Applied to each tensor, and to each gradient.
     convert: Option<Py<PyAny>>,
     /// Dtypes to which integers are cast, by the index of their name.
@@ -60,7 +62,7 @@ pub struct Collector {
 #[pymethods]
 impl Collector {
     #[new]
-    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop, casts = None))]
+    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop, casts = None, joins = false))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the options of capture, by keyword"
@@ -75,6 +77,7 @@ impl Collector {
         max_bytes: Option<usize>,
         stop: Option<u64>,
         casts: Option<Py<PyDict>>,
+        joins: bool,
     ) -> PyResult<Self> {
         let copy = match copy {
             "checked" => CopyMode::Checked,
@@ -92,6 +95,7 @@ impl Collector {
             detach,
             copy,
             keep: keep.unwrap_or(usize::MAX),
+            joins,
             convert,
             casts,
             gradients: grads,
@@ -219,7 +223,7 @@ impl Collector {
     /// Takes back the rows of tokens from a position on, of values joined by position:
     /// drafts that were rejected. `but`: indices of names that are of other tokens.
     fn take_back(&self, position: i64, but: Vec<usize>) {
-        if self.keep != 1 {
+        if !self.joins {
             return;
         }
         let mut gone = Vec::new();
@@ -278,6 +282,7 @@ impl Collector {
             detach: self.detach,
             copy: self.copy,
             keep: self.keep,
+            joins: self.joins,
             convert: self.convert.as_ref().map(|convert| convert.clone_ref(py)),
             casts: self.casts.as_ref().map(|casts| casts.clone_ref(py)),
             gradients: self.gradients,
@@ -350,6 +355,10 @@ impl Collector {
     ///     CaptureBudgetError: it would exceed `max_bytes`.
     ///     Stop: all modules have run in this call of the model.
     pub fn store(&self, py: Python<'_>, index: usize, kept: Kept) -> PyResult<()> {
+        let positions = kept.positions.as_ref().filter(|_| self.joins());
+        if let Some(position) = positions.and_then(TokenPositions::repeated) {
+            return Err(self.stored_twice(py, index, position));
+        }
         let bytes = kept.bytes;
         let (ends_call, sparse) = match self.put(py, index, kept) {
             Put::OverBudget(_refused, budget) => {
@@ -407,6 +416,16 @@ impl Collector {
         }
     }
 
+    fn stored_twice(&self, py: Python<'_>, index: usize, position: Position) -> PyErr {
+        let message = format!(
+            "capture of {} has two tokens at position {} of one row: texts that share a row cannot \
+             be told apart. Give each a row, or pass calls=\"all\"",
+            error::shown(&self.names[index]),
+            position.0
+        );
+        error::hook_error(py, message)
+    }
+
     pub fn over_budget(
         &self,
         py: Python<'_>,
@@ -439,7 +458,7 @@ impl Collector {
 
     fn put<'py>(&self, py: Python<'py>, index: usize, kept: Kept) -> Put<'py> {
         let mut store = self.store.lock();
-        let replacing = store.kept[index].replaced_by(&kept, self.keep);
+        let replacing = store.kept[index].replaced_by(&kept, self.keep, self.joins);
         let shared = self.shared_budget.as_deref();
         if let Err(over) = store.afford(kept.bytes, replacing.freed, self.max_bytes, shared) {
             return Put::OverBudget(kept, over);
@@ -525,7 +544,7 @@ impl Collector {
     /// True if the tokens of several calls are read as one value, where their positions are known. Not
     /// with gradients, which belong to one call.
     pub fn joins(&self) -> bool {
-        self.keep == 1 && !self.gradients
+        self.joins && !self.gradients
     }
 
     /// True if reading a tensor checks its version.

@@ -308,9 +308,11 @@ impl Replacing {
 }
 
 impl Values {
-    /// Finds the values that a new one replaces; `keep`: number of calls that are stored.
-    pub fn replaced_by(&self, new: &Kept, keep: usize) -> Replacing {
-        let positions = new.positions.as_ref().filter(|_| keep == 1);
+    /// Finds the values that a new one replaces.
+    ///
+    /// `keep`: number of calls that are stored; `joins`: tokens of several count as those of one.
+    pub fn replaced_by(&self, new: &Kept, keep: usize, joins: bool) -> Replacing {
+        let positions = new.positions.as_ref().filter(|_| joins);
         let of_same = |positions: &&TokenPositions| {
             let first = self.calls.front().and_then(|kept| kept.positions.as_ref());
             first.is_some_and(|first| first.sequences == positions.sequences)

@@ -24,7 +24,7 @@ use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
 use crate::torch;
-use crate::torch::tensors::float_tensor_of;
+use crate::torch::tensors::{float_tensor_of, version_if_any};
 
 /// Hook at some positions, under a condition or with a strength: an intervention, or a forward hook of
 /// PyTorch's contract, whose result replaces the output there.
@@ -162,11 +162,20 @@ impl Native for MaskedHook {
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
             return InterventionBase::run_masked(intervention, turn, mask, strength);
         }
-        let mut result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
-        if result.is_none() {
-            return Ok(None);
+        let is_tensor = torch::is_tensor(turn.value)?;
+        let (mut own, mut before) = (turn.value.clone(), None);
+        if is_tensor {
+            own = own.call_method0(intern!(py, "clone"))?; // it may write to it
+            before = version_if_any(&own)?;
         }
-        if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
+        let mut result = invoke::call(hook, [turn.module, turn.args.as_any(), &own])?;
+        if result.is_none() {
+            if !is_tensor || (before.is_some() && version_if_any(&own)? == before) {
+                return Ok(None);
+            }
+            result = own;
+        }
+        if !(is_tensor && torch::is_tensor(&result)?) {
             return Err(turn.type_error(
                 "with at=, when= or strength=, it must return a tensor",
                 &result,

@@ -166,6 +166,21 @@ impl TokenPositions {
         })
     }
 
+    /// Returns a position that two tokens of one row have, as texts that share a row; None if all differ.
+    pub fn repeated(&self) -> Option<Position> {
+        if self
+            .tokens()
+            .flatten()
+            .is_sorted_by(|first, second| first < second)
+        {
+            return None; // most often
+        }
+        let mut tokens: Vec<_> = self.tokens().flatten().collect();
+        tokens.sort_unstable();
+        let twice = tokens.windows(2).find(|pair| pair[0] == pair[1]);
+        twice.map(|pair| pair[0].1)
+    }
+
     /// Returns them without the tokens for which `ran_again` is true.
     pub fn without(&self, ran_again: impl Fn(&Token) -> bool) -> Self {
         let left = self.tokens().map(|token| match token {

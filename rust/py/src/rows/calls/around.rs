@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::around::{Around, Between};
 use crate::call::{Call, NextHook, Replaced};
-use crate::contexts::current::Frames;
+use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
 use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::{Firing, Owned};
@@ -85,6 +85,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         };
         let members = Members {
             call,
+            frame: &self.batch,
             batch,
             layout,
             run: self.run.as_deref(),
@@ -102,6 +103,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let value = call.args.get_item(0)?;
         let members = Members {
             call,
+            frame: &self.batch,
             batch,
             layout,
             run: self.run.as_deref(),
@@ -144,6 +146,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let layout = &layout;
         let members = Members {
             call,
+            frame: &self.batch,
             batch,
             layout,
             run: self.run.as_deref(),
@@ -217,12 +220,52 @@ fn layout_of<'py>(
 /// One phase of a call, for the hooks of members.
 struct Members<'a, 'c, 'py> {
     call: &'a Call<'c, 'py>,
+    frame: &'a Bound<'py, BatchBase>,
     batch: &'a BatchBase,
     layout: &'a Layout,
     run: Option<&'a PhaseRun<'py>>,
 }
 
+/// Context of a member's Python hooks: modules that these call are called by its request alone.
+struct MemberContext<'py>(Bound<'py, PyAny>);
+
+impl<'py> MemberContext<'py> {
+    /// Has the current context entered a frame in place of the batch; until `leave`.
+    fn enter(batch: &Bound<'py, BatchBase>, frame: &Bound<'py, Frame>) -> PyResult<Self> {
+        let frames = current::active(batch.py())?;
+        let frames = frames.iter().map(|each| {
+            if each.is(batch) {
+                frame.as_any().clone()
+            } else {
+                each
+            }
+        });
+        let frames = PyTuple::new(batch.py(), frames.collect::<Vec<_>>())?;
+        current::set(&frames).map(Self)
+    }
+
+    fn leave(self) -> PyResult<()> {
+        current::reset(&self.0, "a hook of a batch ended in another context")
+    }
+}
+
 impl<'a, 'py> Members<'a, '_, 'py> {
+    /// Runs hooks of a member, in its own context if some are in Python.
+    fn in_context<T>(
+        &self,
+        number: usize,
+        python: bool,
+        run: impl FnOnce() -> PyResult<T>,
+    ) -> PyResult<T> {
+        if !python {
+            return run();
+        }
+        let context = MemberContext::enter(self.frame, self.member(number).frame.bind(self.py()))?;
+        let result = run();
+        context.leave()?;
+        result
+    }
+
     /// Hooks of a member, its own.
     fn owned<'s>(
         &self,
@@ -376,7 +419,10 @@ impl<'a, 'py> Members<'a, '_, 'py> {
             }
             let mut call = self.of_member(number, &own, &tokens)?;
             let hooks = self.owned(number, entries);
-            call.run_always_called(&mut hooks.map(NextHook::Own), None);
+            self.in_context(number, true, || {
+                call.run_always_called(&mut hooks.map(NextHook::Own), None);
+                Ok(())
+            })?;
         }
         Ok(())
     }
@@ -422,9 +468,11 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 let own = value.narrow(&mut narrowed, &before)?;
                 let mut call = self.of_member(number, &own, &tokens)?;
                 let hooks = self.owned(number, entries);
-                call.forward_pre_seen(hooks, target, |hook, call, replaced| {
-                    let arguments = replaced.then(|| value::arguments(call)).transpose()?;
-                    narrowed.note(hook.entry, arguments)
+                self.in_context(number, needs.python, || {
+                    call.forward_pre_seen(hooks, target, |hook, call, replaced| {
+                        let arguments = replaced.then(|| value::arguments(call)).transpose()?;
+                        narrowed.note(hook.entry, arguments)
+                    })
                 })?;
                 let after = value::arguments(&call)?;
                 self.fail_again(number)?;
@@ -497,13 +545,15 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 };
                 let mut call = self.of_member(number, &arguments, &tokens)?;
                 let mut noted = Ok(());
-                let result = call.forward_seen(hooks, own, |next, returned| {
-                    if let (NextHook::Own(hook), Ok(())) = (next, &noted) {
-                        noted = narrowed.note(hook.entry, returned.cloned());
-                        if let (Some((_, narrowed)), Ok(())) = (&mut inputs, &noted) {
-                            noted = narrowed.note(hook.entry, None);
+                let result = self.in_context(number, needs.python, || {
+                    call.forward_seen(hooks, own, |next, returned| {
+                        if let (NextHook::Own(hook), Ok(())) = (next, &noted) {
+                            noted = narrowed.note(hook.entry, returned.cloned());
+                            if let (Some((_, narrowed)), Ok(())) = (&mut inputs, &noted) {
+                                noted = narrowed.note(hook.entry, None);
+                            }
                         }
-                    }
+                    })
                 })?;
                 noted?;
                 self.fail_again(number)?;
