@@ -147,3 +147,26 @@ def test_a_stop_needs_a_token_for_the_end() -> None:
         attached.add_request([3, 4, 5], "one", plan=plan)
         output = attached.get_result(timeout=WAIT)
     assert "no end-of-sequence token" in output.error
+
+
+@pytest.mark.parametrize("over", ["token", "prompt", "so_far", fh.window(3), fh.ema(0.7)], ids=str)
+def test_forks_have_the_readings_of_their_prompt(over: Any) -> None:
+    """Their prompt runs for the first of them only."""
+    plan = fh.Plan(
+        fh.gate("g", "model.layers.0", fh.Dot(torch.ones(WIDTH)), over=over),
+        fh.on("model.layers.1", fh.Scale(0.9), strength=fh.ramp("g", -1.0, 1.0)),
+        fh.keep("@gate.g"),
+    )
+    found = engine.generate_batch(
+        tiny_llama(),
+        [[5, 6, 7, 8, 9]],
+        plans=[plan],
+        generation_config=greedy(4, forks=3),
+        continuous_batching_config=batching(),
+    )
+    first, *forks = (found[name] for name in sorted(found))
+    assert len(forks) == 2
+    for fork in forks:
+        assert fork.error is None
+        assert fork.generated_tokens == first.generated_tokens
+        torch.testing.assert_close(fork.acts["@gate.g"], first.acts["@gate.g"], equal_nan=True)

@@ -232,6 +232,29 @@ def test_calls_tell_where_their_rows_ended() -> None:
     assert request.stopped == [("g", 2, 0), ("g", 2, 1)]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_second_text_ends_no_answer(seed: int) -> None:
+    """`guidance_scale` runs one without the prompt, whose tokens the gates read too."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 32, (1, 4), generator=generator)
+    direction, options = torch.randn(WIDTH, generator=generator), {"guidance_scale": 1.5}
+    plain = generated({"input_ids": ids}, **options)
+    with fh.capture(model(), "model.layers.1") as acts:
+        model()(plain[:, :-1])
+    values = acts["model.layers.1"][0] @ direction
+    limit = float(values[3:].median()) + MARGIN
+    end = next(at for at in range(3, len(values)) if values[at] > limit or at == len(values) - 1)
+    plan = fh.Plan(
+        fh.gate("g", "model.layers.1", fh.Dot(direction)), fh.stop(when=fh.above("g", limit))
+    )
+    with plan.open(model()):
+        found = generated({"input_ids": ids}, **options)
+    expected = plain[0].tolist()
+    if values[end] > limit:
+        expected = [*expected[: end + 1], END]
+    assert found[0].tolist() == expected
+
+
 def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:
     """The last gate of a forward decides, with the values that all of them have by then."""
     plan = fh.Plan(

@@ -17,9 +17,11 @@ IDS = token_ids()
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [torch.float64, *HALVES])
 @pytest.mark.parametrize("kind", ["gpt2", "olmo2", "deepseek_v2", "granite"])
 def test_places_are_those_of_float32(kind: str, dtype: torch.dtype) -> None:
+    if kind == "deepseek_v2" and dtype == torch.float64:
+        pytest.skip("transformers computes its experts in float32 at most")
     whole = make(kind)
     half = copy.deepcopy(whole).to(dtype)
     before = {name: it.clone() for name, it in half.state_dict().items()}

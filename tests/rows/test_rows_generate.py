@@ -185,6 +185,16 @@ def test_beams_are_refused_with_the_reason(
     assert not request.acts
 
 
+def test_a_second_text_is_refused(pair: tuple[Any, tuple[str, ...]]) -> None:
+    model, names = pair
+    request = opened(model, names, 0)
+    with (
+        pytest.raises(fh.errors.RowsError, match="guidance_scale"),
+        fh.rows.generating([request, None, None]),
+    ):
+        generate(model, prompts(), guidance_scale=1.5)
+
+
 @pytest.mark.parametrize(
     ("requests", "error", "message"),
     [

@@ -168,6 +168,8 @@ class EngineRequest:
         """Notes that a step runs its rows from a position on, of which the last ones are drafts."""
         if self.parent is not None and self.start == sys.maxsize:
             self.inherited = self.parent.opened
+            if self._gated and self.opened is not None and self.inherited is not None:
+                self.opened.gates.inherit(self.inherited.gates, position)
         self.start = min(self.start, position)
         self.end = position + rows
         self.tokens = max(self.tokens, self.end)

@@ -60,6 +60,12 @@ class _GenerationBatch(Batch):
             given = stack.tokens(stack.arguments(args, kwargs))
             if given.shape[:2] == around.positions.shape:
                 return
+        if self._sequences.in_callback():
+            msg = (
+                "a logits processor of generate called the model with another text, as "
+                "guidance_scale has it do: no prompt has its rows. Leave it out"
+            )
+            raise RowsError(msg)
         tokens = self._sequences.find(stack, module, args, kwargs)
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
@@ -112,7 +118,8 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         HookTypeError: `requests` is not a list of these.
         HookError: the model takes no tokens.
         RowsError: no request, one for several prompts, or requests of several models; when the
-            model is called, more rows than prompts, as with beams.
+            model is called, more rows than prompts, as with beams, or a call by a logits processor,
+            as with `guidance_scale`.
 
     Examples:
         >>> a, b = plan_a.prepare(model).open(), plan_b.prepare(model).open()

@@ -339,7 +339,7 @@ class Sequences:
         elif generation is None and before is not None and past and before.prompt is not None:
             # Not if the cache was cut back into its prompt.
             prompt = before.prompt if past >= before.prompt[1] else None
-        number = self._number = _number_of(call, past, before, generation)
+        number = _number_of(call, past, before, generation)
         drafts = generation is not None and generation.drafts
         if before is not None and past and past < before.seen and not drafts:
             number = self._cut_back(positions, number)
@@ -349,7 +349,7 @@ class Sequences:
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
         if generation is not None:
-            lengths = generation.lengths
+            self._number, lengths = number, generation.lengths
         else:
             lengths = None if prompt is None else prompt[0]
         return Tokens(positions, self._lengths(call, lengths), after, number, call.cache)
@@ -392,8 +392,18 @@ class Sequences:
         return known
 
     def _ended_rows(self) -> Iterable[int]:
-        """Returns the rows of the last call that their plans have ended."""
+        """Returns the rows of the last call of a `generate` that their plans have ended."""
         return () if self._stopped is None else self._stopped(self._number) or ()
+
+    @staticmethod
+    def in_callback() -> bool:
+        """Returns True in a call by what `generate` calls for each token, as a logits processor."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_globals.get("__name__") in _CALLBACKS:
+                return True
+            frame = frame.f_back
+        return False
 
     def _lengths(self, call: _StackCall, found: Tensor | None) -> Tensor | None:
         """Returns the lengths of the prompts of a call; None if no source gives them."""

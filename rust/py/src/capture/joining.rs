@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::capture::store::{Kept, KeptTensor, Values, View};
+use crate::error::hook_error;
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Token, TokenDims, TokenPositions};
 use crate::torch::tensors::{copied, map_tensors, outside_inference, owned, tensors_of};
@@ -134,7 +135,15 @@ impl JoinOrder {
             if parts.len() > 1 {
                 let torch = py.import(intern!(py, "torch"))?;
                 let parts = PyList::new(py, parts)?;
-                together = torch.call_method1(intern!(py, "cat"), (parts,))?;
+                together = torch
+                    .call_method1(intern!(py, "cat"), (parts,))
+                    .map_err(|cause| {
+                        let message = "the tensors of the calls have different shapes, as patterns \
+                                       over a growing cache, and are not joined: pass calls=\"all\"";
+                        let error = hook_error(py, message);
+                        error.set_cause(py, Some(cause));
+                        error
+                    })?;
             }
             if in_order {
                 return Ok(together);

@@ -76,6 +76,15 @@ impl RowReadings {
         self.complete = self.complete.min(position);
     }
 
+    /// Returns the positions before one, and their readings.
+    pub fn readings_before(&self, position: i64) -> (Vec<Position>, Vec<f64>) {
+        let end = self.before(position);
+        (
+            self.positions[..end].to_vec(),
+            self.readings[..end].to_vec(),
+        )
+    }
+
     /// Gives its tensors away.
     pub fn into_graphs(self, dropped: &mut Dropped) {
         dropped.extend(self.graphs.into_values());

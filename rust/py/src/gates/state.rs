@@ -159,6 +159,29 @@ impl GateReadings {
         drop(dropped);
     }
 
+    /// Takes over the readings of another request before a position, whose tokens are this one's too.
+    fn inherit(&self, other: &Self, position: i64) {
+        let mut inherited = Vec::new();
+        let others = other.state.lock();
+        for (gate, of_gate) in &others.gates {
+            for (sequences, rows) in of_gate {
+                let before = rows
+                    .iter()
+                    .map(|(row, it)| (*row, it.readings_before(position)));
+                inherited.push((Arc::clone(gate), *sequences, before.collect::<Vec<_>>()));
+            }
+        }
+        drop(others);
+        let mut state = self.state.lock();
+        for (gate, sequences, rows) in inherited {
+            let mut own = Rows::default();
+            for (row, (positions, readings)) in rows {
+                own.entry(row).or_default().add(&positions, &readings);
+            }
+            state.gates.entry(gate).or_default().push((sequences, own));
+        }
+    }
+
     /// Gate, position and row of the ends of sequences, in order of their rows; None: of all sequences.
     #[pyo3(signature = (sequences = None))]
     fn ends(&self, sequences: Option<u64>) -> Vec<(String, i64, usize)> {
