@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.engines.worker import WrittenRows
 from support.gpu import waits
 from support.made_engine import Worker
 
@@ -58,7 +59,9 @@ class Engine:
             hidden = self.model(x)
             self.written[number] = self.model.written
             cache = self.written.flatten(0, 1)
-            self.worker.check_rows(hidden, lambda rows: [(cache, places[rows])], later=True)
+            self.worker.check_rows(
+                hidden, lambda rows: [WrittenRows(cache, places[rows])], later=True
+            )
         return hidden, self.worker.sent_checks()
 
 

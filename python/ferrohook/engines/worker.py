@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
 """Plans that stay prepared without a request."""
-_WRITTEN: Final = "keys and values"
 PROBE: Final = f"{NAME}-self-test"
 """Begin of the ids of a self-test's requests."""
 
@@ -55,9 +54,26 @@ class ServedModel(NamedTuple):
     plans: EnginePlans
 
 
-Written: TypeAlias = "Callable[[slice | Tensor], Iterable[tuple[Tensor, Tensor]]]"
-"""Returns where some rows of a step wrote: tensors, and for each row a place in the first dimension
-of each."""
+class WrittenRows(NamedTuple):
+    """Where rows of a step wrote to one tensor."""
+
+    tensor: Tensor
+    places: Tensor
+    """For each row the place in the first dimension, such as a block."""
+    slots: tuple[int, Tensor] | None = None
+    """Dimension of the rows in a place, and for each row the index in it; None if it has one."""
+
+    @property
+    def values(self) -> Tensor:
+        """What the rows wrote, of shape (rows, ...)."""
+        if self.slots is None:
+            return self.tensor[self.places]
+        dim, index = self.slots
+        return self.tensor.movedim(dim, 1)[self.places, index]
+
+
+Written: TypeAlias = "Callable[[slice | Tensor], Iterable[WrittenRows]]"
+"""Returns where some rows of a step wrote keys and values."""
 
 
 class StepCheck(NamedTuple):
@@ -80,9 +96,9 @@ class StepCheck(NamedTuple):
         self.owners.remove(request.name)
         if request.writes(span):
             is_bad = self.watched.is_bad(request.name)
-            for tensor, places in self.written(slice(span.first_row, span.first_row + span.rows)):
-                own = places if span.rows == 1 else places.unique()
-                tensor[own] = tensor[own].masked_fill(is_bad, 0)
+            for each in self.written(slice(span.first_row, span.first_row + span.rows)):
+                own = each.places if span.rows == 1 else each.places.unique()
+                each.tensor[own] = each.tensor[own].masked_fill(is_bad, 0)
 
 
 class EngineWorker:
@@ -288,6 +304,7 @@ class EngineWorker:
         """Closes a request and returns it, its captures still readable; None without a plan."""
         request = self.requests.pop(request_id, None)
         if request is not None:
+            self._drawn = [each for each in self._drawn if each[0] is not request]
             request.close()
         return request
 
@@ -460,7 +477,11 @@ class EngineWorker:
         if cleaned is not hidden:
             hidden.copy_(cleaned)
         hiding = [span for request, span in changed if request.hides and request.writes(span)]
-        _watch_written(watched, hiding, written, hidden.device)
+        if hiding:  # their hidden states may not show what they wrote
+            rows = [span.first_row + row for span in hiding for row in range(span.rows)]
+            owners = [span.request_id for span in hiding for _ in range(span.rows)]
+            places = written(to_device(torch.tensor(rows), hidden.device))
+            watched.watch("keys and values", owners, (each.values for each in places))
         watched.send()
         self._checks.append(StepCheck(watched, changed, written, {it.name for it, _ in changed}))
         if not later or any(span.rows > 1 for _, span in changed):
@@ -631,25 +652,7 @@ class EngineWorker:
             return packed({}, {}, error=str(error))
 
 
-def _watch_written(
-    watched: WatchedRows, hiding: Sequence[Span], written: Written, device: torch.device
-) -> None:
-    """Looks at what rows wrote whose bad numbers the hidden states may not show."""
-    single = [span for span in hiding if span.rows == 1]
-    if single:
-        rows = to_device(torch.tensor([span.first_row for span in single]), device)
-        values = [tensor[places] for tensor, places in written(rows)]
-        watched.watch(_WRITTEN, [span.request_id for span in single], values)
-    for span in hiding:
-        if span.rows > 1:
-            rows_of = slice(span.first_row, span.first_row + span.rows)
-            values = [
-                tensor[places.unique()].flatten()[None] for tensor, places in written(rows_of)
-            ]
-            watched.watch(_WRITTEN, [span.request_id], values)
-
-
-def _wrote_nothing(_rows: slice | Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+def _wrote_nothing(_rows: slice | Tensor) -> Iterable[WrittenRows]:
     """Is where logits wrote keys and values."""
     return ()
 

@@ -48,7 +48,7 @@ from ferrohook.engines.wire import (
     unpacked,
     unpacked_uploads,
 )
-from ferrohook.engines.worker import EngineWorker
+from ferrohook.engines.worker import EngineWorker, WrittenRows
 from ferrohook.errors import HookError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
@@ -550,12 +550,12 @@ class SchedulerWorker(EngineWorker):
             if self._drawn and output.next_token_logits is not None:
                 output.next_token_logits = self.check_logits(output.next_token_logits)
 
-    def _written(self, rows: slice | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _written(self, rows: slice | Tensor) -> Iterator[WrittenRows]:
         """Returns where rows of the step wrote keys and values, see `check_rows`."""
         pool, slots = self._runner.token_to_kv_pool, self._slots[rows]
         for name in ("k_buffer", "v_buffer", "kv_buffer"):
             for buffer in getattr(pool, name, None) or ():
-                yield buffer, slots
+                yield WrittenRows(buffer, slots)
 
     def end_early(self, reqs: Iterable[Any]) -> None:
         """Ends requests whose plans failed or stop them, before their step's result is processed.

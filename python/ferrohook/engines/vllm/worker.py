@@ -30,7 +30,7 @@ from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, Upload, packed, packed_uploads, unpacked_uploads
-from ferrohook.engines.worker import EngineWorker
+from ferrohook.engines.worker import EngineWorker, WrittenRows
 from ferrohook.errors import HookError
 from ferrohook.gates.streaming import GateStream
 from ferrohook.plans import Plan
@@ -396,7 +396,7 @@ class RunnerWorker(EngineWorker):
             copies = {id(each): each.clone() for each in slots.values()}
             slots = {layer: copies[id(each)] for layer, each in slots.items()}
 
-        def written(rows: slice | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        def written(rows: slice | Tensor) -> Iterator[WrittenRows]:
             yield from self._written({layer: each[rows] for layer, each in slots.items()})
 
         self.check_rows(hidden, written, later=later)
@@ -410,10 +410,10 @@ class RunnerWorker(EngineWorker):
         decided = self._ranks is None and self._config.speculative_config is None
         return decided and not is_read_at_once(tensor)
 
-    def _written(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns the caches of all layers of attention, and the blocks of some slots in each.
+    def _written(self, slots: Mapping[str, Tensor]) -> Iterator[WrittenRows]:
+        """Returns where some slots are in the caches of all layers of attention.
 
-        No request shares them before the step is checked.
+        No request shares their blocks before the step is checked.
         """
         config = self._runner.kv_cache_config
         for group in config.kv_cache_groups:
@@ -421,7 +421,11 @@ class RunnerWorker(EngineWorker):
                 cache = self._config.compilation_config.static_forward_context[layer].kv_cache
                 if layer in slots and isinstance(cache, torch.Tensor):  # else it is no attention
                     size = group.kv_cache_spec.block_size * config.num_blocks // cache.shape[0]
-                    yield cache, slots[layer] // size
+                    own = slots[layer]
+                    dims = [dim for dim in range(1, cache.dim()) if cache.shape[dim] == size]
+                    # Else whole blocks are read.
+                    inside = (dims[0], own % size) if len(dims) == 1 else None
+                    yield WrittenRows(cache, own // size, inside)
 
     @torch.inference_mode()  # as the caches were made
     def read_checks(self, *, wait: bool = False) -> None:  # noqa: D102 (EngineWorker's)
