@@ -102,6 +102,13 @@ def table_of(commit: str, results: dict[str, Result]) -> Table:
     return table
 
 
+def read(kept: Path) -> dict[str, Result]:
+    """Reads the results that were kept of a commit."""
+    if not kept.exists():
+        return {}
+    return {lane: Result(*each) for lane, each in json.loads(kept.read_text()).items()}
+
+
 def commit_here() -> str:
     """Returns the commit of the checkout, with `+` if files differ from it."""
 
@@ -123,17 +130,14 @@ def main(arguments: list[str] | None = None) -> int:
     folder = ROOT / "target/nightly" / commit
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "results.json"
-    results = {}
-    if kept.exists():
-        results = {lane: Result(*each) for lane, each in json.loads(kept.read_text()).items()}
     console = Console()
+    results = read(kept)
     for lane in lanes or LANES:
         console.print(f"{lane}: {LANES[lane]}", markup=False)
-        results[lane] = run(lane, folder)
+        result = run(lane, folder)
+        results = read(kept) | {lane: result}  # other parts may run at the same time
         kept.write_text(json.dumps(results))
-        console.print(
-            f"{lane}: {results[lane].outcome}, {results[lane].seconds:.0f} s", markup=False
-        )
+        console.print(f"{lane}: {result.outcome}, {result.seconds:.0f} s", markup=False)
     console.print(table_of(commit, results))
     if failed := [lane for lane, each in results.items() if each.outcome == "failed"]:
         console.print(

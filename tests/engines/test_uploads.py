@@ -186,6 +186,15 @@ def test_uploads_beyond_the_limits_are_refused(content: bytes, status: int, reas
     assert "more than vectors_bytes=" in put(uploads, packed_uploads({"more": larger})).text
 
 
+@pytest.mark.parametrize("name", [".", "..", "a/../b", "a\nb", "a\0"])
+def test_names_whose_routes_cannot_be_called_are_refused(name: str) -> None:
+    uploads = Uploads(ROOM)
+    answer = put(uploads, packed_uploads({name: torch.ones(3)}), "vectors")
+    assert answer.status_code == 422
+    assert "cannot stand in a URL" in answer.json()["detail"]
+    assert not uploads
+
+
 TABLE = ModuleTable({name: ModuleInfo("tensor", D_IN, 4 * D_IN) for name in ("", "0")}, {})
 PLAN = fh.Plan(fh.on("0", fh.Feature(SAE, [1, 2], set=3.0)), fh.keep("0", features=SAE, top=2))
 

@@ -181,6 +181,40 @@ def test_a_changed_multiplier_drops_the_table_and_a_call_or_dtype_does_not() -> 
         fh.quantities(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_hook_on_a_multiple_changes_what_it_writes(dtype: torch.dtype, in_place: bool) -> None:
+    config = types.SimpleNamespace(factor=0.44)
+    model = nn.Sequential(Factors(config), Factors(config)).to(dtype)
+    x = torch.randn(4, 5, 8, dtype=dtype)
+    assert fh.quantities(model, x)["@mlp_out.1"].multiplier == pytest.approx(0.22, rel=0.01)
+    weight = torch.ones((), dtype=dtype, requires_grad=True)
+
+    def hook(_module: nn.Module, _args: Any, value: torch.Tensor) -> torch.Tensor | None:
+        new = value if in_place else value.clone()
+        new[0] = 3.0
+        new[1:] *= weight  # to the same values
+        return None if in_place else new
+
+    read: list[torch.Tensor] = []
+    with fh.scope():
+        fh.register(model, "@mlp_out.1", hook)
+        fh.register(model, "1.mlp", lambda _module, _args, output: read.append(output))
+        with torch.inference_mode(in_place):
+            output = model(x)
+        if in_place:
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            with torch.no_grad():
+                assert torch.equal(compiled(x), output)
+    plain, changed = model[1].mlp(model[0](x)), read[0]
+    written = torch.full_like(changed[0], 3.0 / 0.22)
+    torch.testing.assert_close(changed[0], written, rtol=0.01, atol=0)
+    assert torch.equal(changed[1:], plain[1:])
+    if not in_place:
+        (gradient,) = torch.autograd.grad(changed.sum(), weight)
+        torch.testing.assert_close(gradient, plain[1:].sum(), rtol=0.02, atol=0.1)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrohook.errors import StaleActivationError
-from ferrohook.util.tensors import tensors_in
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """Returns the version of a tensor; None for an inference tensor, which has none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
+from ferrohook.util.tensors import tensors_in, version_of
 
 
 def versions_of(value: Any) -> list[int | None]:

@@ -173,6 +173,10 @@ def _read(body: bytes, kind: type[Upload]) -> dict[str, Upload]:
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
     for name, each in uploads.items():
+        # Clients resolve such segments, so the name's route could not be called.
+        if not name.isprintable() or {".", ".."}.intersection(name.split("/")):
+            msg = f"the name {name[:_SHOWN]!r} cannot stand in a URL: choose another name"
+            raise HTTPException(422, msg)
         if not isinstance(each, kind):
             msg = f"the body has {name[:_SHOWN]!r}, which is not a {NOUNS[kind]}"
             raise HTTPException(422, msg)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ferrohook._core import NativeHook, TypedHook
 from ferrohook.effects.intervention import Intervention
@@ -12,6 +14,7 @@ from ferrohook.effects.parts import part_of, with_part
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, Routing, bound
 from ferrohook.errors import HookTypeError
 from ferrohook.names.spelling import SIGN, kind_of
+from ferrohook.util.tensors import version_of
 from ferrohook.util.texts import MODEL
 
 if TYPE_CHECKING:
@@ -246,21 +249,41 @@ class Written:
                 f"{type(tensor).__name__}: its place was found in a call with other arguments"
             )
             raise HookTypeError(msg)
-        quantity = tensor if place.multiplier == 1 else tensor * place.multiplier
-        quantity = quantity if place.head is None else place.head.of(quantity)
+        multiple = tensor if place.multiplier == 1 else tensor * place.multiplier
+        quantity = multiple if place.head is None else place.head.of(multiple)
+        version = None if is_compiling() else version_of(multiple)
         hook = self._hook
         new = (
             hook.apply(quantity) if isinstance(hook, Intervention) else hook(module, args, quantity)
         )
         if new is None:
-            return None
+            if multiple is tensor or (version is not None and version_of(multiple) == version):
+                return None
+            new = quantity  # written in place
         self._check(new, quantity)
         if place.experts is not None:  # captured ids have a smaller dtype, which cannot index
             new = new.to(tensor.dtype)
-        new = new if place.multiplier == 1 else new / place.multiplier
+        new = self._divided(new, tensor)
         if place.head is not None:
             new = place.head.replaced(tensor, new.to(tensor.dtype))
         return with_part(value, place.part, new)
+
+    def _divided(self, new: Tensor, tensor: Tensor) -> Tensor:
+        """Returns what gives a new value of the quantity; elements that are not changed stay.
+
+        Args:
+            new: the value.
+            tensor: what the module gave, of which the quantity is a multiple.
+        """
+        place = self._place
+        if place.multiplier == 1:
+            return new
+        before = tensor if place.head is None else place.head.of(tensor)
+        multiple = before * place.multiplier
+        # Not a choice between them, which would drop the gradient of what leaves an element as is.
+        kept = (new == multiple) & multiple.isfinite()
+        rounding = torch.where(kept, before - multiple / place.multiplier, 0)
+        return new / place.multiplier + rounding.detach()
 
     def _check(self, new: Any, tensor: Tensor) -> None:
         if not self._place.writable:

@@ -273,3 +273,11 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.layout != torch.strided or other.layout != torch.strided:
         return False  # other layouts have several storages and are never views
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Returns the version of a tensor; None for an inference tensor, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None

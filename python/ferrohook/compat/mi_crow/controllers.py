@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ferrohook._core import refuse_async
-from ferrohook.captures.versions import version_of
 from ferrohook.compat.mi_crow.hooks import Hook, HookType, check_signature
 from ferrohook.compat.mi_crow.tensors import (
     apply_modification_to_output,
@@ -21,6 +20,7 @@ from ferrohook.compat.mi_crow.tensors import (
 )
 from ferrohook.effects.intervention import Intervention
 from ferrohook.util.arguments import expect, expect_callable
+from ferrohook.util.tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ferrohook.captures.versions import version_of
 from ferrohook.compat.mi_crow.context_dict import (
     EMPTY,
     Content,
@@ -25,6 +24,7 @@ from ferrohook.data import Store
 from ferrohook.data.sources import Collectable
 from ferrohook.errors import HookError
 from ferrohook.util.arguments import check_copy, expect
+from ferrohook.util.tensors import version_of
 
 if TYPE_CHECKING:
     from torch import nn
