@@ -485,6 +485,12 @@ def test_packed_texts_have_positions_and_no_prompt(model: Any) -> None:
             fh.capture(model, "model.layers.0", at=at),
         ):
             model(prompt(5), position_ids=places, use_cache=False)
+    gated = fh.Plan(
+        fh.gate("g", "model.layers.0", fh.Norm(), at=slice(None), over="so_far"),
+        fh.on("model.layers.1", fh.Zero(), when=fh.above("g", 0.0)),
+    )
+    with pytest.raises(fh.HookError, match=r"gate 'g'.* got two tokens at position 0 of one"):
+        fh.run(model, prompt(5), plan=gated, position_ids=places, use_cache=False)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from ferrohook._core import to_device
-from ferrohook.dictionaries.features import Feature
-from ferrohook.effects.interventions import Ablate, Add, Clamp, Scale
-from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import HookEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,21 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.engines.requests import Span
-    from ferrohook.plans.entries import Entry
 
 LIMIT = 1e30
 """Magnitude from which keys and values count as infinite: a product with the queries of others may
 overflow, and infinity plus a mask of minus infinity is NaN."""
-
-
-_KEEPS_BAD: Final = (Ablate, Add, Clamp, Feature, Replay, Route, Scale)
-"""Hooks after which a row with NaN or infinity has some too."""
-
-
-def hides(entries: Iterable[Entry]) -> bool:
-    """Returns True if a plan may hide the bad numbers that it made at another place."""
-    hooks = (entry.hook for entry in entries if isinstance(entry, HookEntry))
-    return not all(isinstance(hook, _KEEPS_BAD) for hook in hooks)
 
 
 def failure(what: str) -> HookError:

@@ -7,12 +7,14 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from ferrohook.captures.cache import ActivationCache
-from ferrohook.engines.finite import hides
+from ferrohook.dictionaries.features import Feature
+from ferrohook.effects.interventions import Ablate, Add, Clamp, Scale
+from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookError
 from ferrohook.plans.entries import GateEntry, HookEntry, KeepEntry
 from ferrohook.tokens.sequences import OF_REQUEST
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from ferrohook.gates.state import Stopped
     from ferrohook.gates.streaming import GateStream
     from ferrohook.plans import Prepared, Request
+
+
+_KEEPS_BAD: Final = (Ablate, Add, Clamp, Feature, Replay, Route, Scale)
+"""Hooks after which a row with NaN or infinity has some too."""
 
 
 class Result(NamedTuple):
@@ -67,7 +73,7 @@ class EngineRequest:
     changes: bool = dataclasses.field(init=False, default=False)
     """True if its plan may change rows."""
     hides: bool = dataclasses.field(init=False, default=False)
-    """True if its plan may hide the NaN and infinities that it makes, see `hides`."""
+    """True if its plan may hide the NaN and infinities that it made at another place."""
     first_changed: int | None = dataclasses.field(init=False, default=0)
     """Position from which its plan may change keys and values; None if it changes none."""
     reads_logits: bool = dataclasses.field(init=False, default=False)
@@ -97,8 +103,9 @@ class EngineRequest:
     def __post_init__(self) -> None:
         if self.prepared is not None:
             self.opened = self.prepared.open()
-            self.changes = any(isinstance(it, HookEntry) for it in self.prepared.entries)
-            self.hides = hides(self.prepared.entries)
+            hooks = [it.hook for it in self.prepared.entries if isinstance(it, HookEntry)]
+            self.changes = bool(hooks)
+            self.hides = not all(isinstance(hook, _KEEPS_BAD) for hook in hooks)
         self._begin()
 
     def _begin(self) -> None:

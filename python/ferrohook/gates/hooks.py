@@ -108,7 +108,8 @@ class GateReader:
         values = torch.tensor(found, dtype=torch.float32, device=device)
         for capture in self.kept:
             collector = request.collector(capture, complete=False)
-            store_rows(collector, [(0, values)], positions, tokens.rows, tokens.sequences)
+            rows, sequences = tokens.rows, tokens.sequences
+            store_rows(collector, [(0, values)], positions, rows, sequences, repeats=True)
 
 
 class JoinedReaders:

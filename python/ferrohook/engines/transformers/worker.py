@@ -385,7 +385,7 @@ class ManagerWorker(EngineWorker):
             return False
         ended = end = None
         if request is not None and output.is_finished():
-            ended = self.requests.pop(request.name)
+            ended = self._drop(request.name)
             if self._asynchronous:
                 # The last token does not count: it runs if the next step was prepared before.
                 end = len(output.prompt_ids) + len(output.generated_tokens) - 1

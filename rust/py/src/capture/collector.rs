@@ -18,7 +18,7 @@ use crate::capture::store::{
     Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, Values, View,
 };
 use crate::error;
-use crate::rows::places::{Position, TokenPositions};
+use crate::rows::places::{Position, TokenPositions, shared_row};
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
 
@@ -417,12 +417,8 @@ impl Collector {
     }
 
     fn stored_twice(&self, py: Python<'_>, index: usize, position: Position) -> PyErr {
-        let message = format!(
-            "capture of {} has two tokens at position {} of one row: texts that share a row cannot \
-             be told apart. Give each a row, or pass calls=\"all\"",
-            error::shown(&self.names[index]),
-            position.0
-        );
+        let who = format!("capture of {}", error::shown(&self.names[index]));
+        let message = shared_row(&who, position) + ", or pass calls=\"all\"";
         error::hook_error(py, message)
     }
 

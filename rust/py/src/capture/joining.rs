@@ -90,6 +90,7 @@ impl<'py> Joined<'py> {
         let positions = TokenPositions {
             values: values.into(),
             rows: first.rows.is_some().then(|| rows.into()),
+            numbers: None,
             dims: TokenDims::Rows(0),
             sequences: first.sequences,
         };

@@ -214,21 +214,24 @@ pub fn record(
 
 /// Stores values of a request that were computed outside of recorders, by their places in the
 /// collector: tensors with a row for each token, with the positions of the tokens, their rows in the
-/// request and the id of their sequences.
+/// request and the id of their sequences. `repeats`: whether a token may stand there several times.
 ///
 /// Raises:
 ///     CaptureBudgetError: it would exceed `max_bytes`.
 #[pyfunction]
-#[pyo3(signature = (collector, values, positions, rows = None, sequences = OF_REQUEST))]
+#[pyo3(signature = (collector, values, positions, rows = None, sequences = OF_REQUEST, *, repeats = false))]
 pub fn store_rows(
     collector: &Bound<'_, Collector>,
     values: Vec<(usize, Bound<'_, PyAny>)>,
     positions: Option<Vec<i64>>,
     rows: Option<Vec<usize>>,
     sequences: u64,
+    repeats: bool,
 ) -> PyResult<()> {
     let of_rows = |values: Vec<i64>| TokenPositions {
         rows: rows.map(Into::into),
+        // Tokens of one position are told apart by their numbers.
+        numbers: repeats.then(|| std::iter::repeat_n(0, values.len()).collect()),
         sequences,
         ..TokenPositions::of_rows(values.into_iter().map(Position).collect(), 0)
     };

@@ -75,6 +75,9 @@ pub struct TokenPositions {
     pub values: Arc<[Position]>,
     /// Row in the request of each token; None if the request has one row.
     pub rows: Option<Arc<[usize]>>,
+    /// Number in the call of each token, where a module gathers them and one may stand in several
+    /// places; None if they are numbered in order.
+    pub numbers: Option<Arc<[usize]>>,
     pub dims: TokenDims,
     /// Id of the token sequences, which distinguishes the sequences of one request; see [`OF_REQUEST`].
     pub sequences: u64,
@@ -99,9 +102,11 @@ impl TokenPositions {
         let values = chosen.collect::<Option<_>>()?;
         let rows = self.rows.as_ref();
         let rows = rows.map(|rows| places.iter().map(|place| rows[place.0]).collect());
+        let numbers = places.iter().map(|place| self.number(place.0)).collect();
         Some(Self {
             values,
             rows,
+            numbers: Some(numbers),
             dims: TokenDims::Rows(dim),
             sequences: self.sequences,
         })
@@ -112,6 +117,7 @@ impl TokenPositions {
         Self {
             values,
             rows: None,
+            numbers: None,
             dims: TokenDims::Rows(dim),
             sequences: OF_REQUEST,
         }
@@ -120,7 +126,7 @@ impl TokenPositions {
     /// Positions of padded rows, from the positions of their columns; `places`: the rows' places in
     /// the request.
     pub fn of_padded(positions: &Arc<[Position]>, columns: usize, places: &[MemberPlace]) -> Self {
-        let of_row = |place: &MemberPlace| &positions[place.0 * columns..(place.0 + 1) * columns];
+        let numbers = |place: &MemberPlace| place.0 * columns..(place.0 + 1) * columns;
         let row_of = |place: &MemberPlace| std::iter::repeat_n(place.0, columns);
         let all = places.len() * columns == positions.len();
         let in_order = all && places.iter().enumerate().all(|(at, place)| place.0 == at);
@@ -128,9 +134,11 @@ impl TokenPositions {
             values: if in_order {
                 Arc::clone(positions)
             } else {
-                places.iter().flat_map(of_row).copied().collect()
+                let of_row = |place| positions[numbers(place)].iter().copied();
+                places.iter().flat_map(of_row).collect()
             },
             rows: (positions.len() > columns).then(|| places.iter().flat_map(row_of).collect()),
+            numbers: (!in_order).then(|| places.iter().flat_map(numbers).collect()),
             dims: TokenDims::Padded(places.len()),
             sequences: OF_REQUEST,
         }
@@ -168,17 +176,25 @@ impl TokenPositions {
 
     /// Returns a position that two tokens of one row have, as texts that share a row; None if all differ.
     pub fn repeated(&self) -> Option<Position> {
-        if self
-            .tokens()
-            .flatten()
-            .is_sorted_by(|first, second| first < second)
-        {
+        let ascending = self.tokens().flatten().is_sorted_by(|one, next| one < next);
+        if ascending {
             return None; // most often
         }
-        let mut tokens: Vec<_> = self.tokens().flatten().collect();
+        let numbered = self.tokens().enumerate();
+        let mut tokens: Vec<_> = numbered
+            .filter_map(|(place, token)| Some((token?, self.number(place))))
+            .collect();
         tokens.sort_unstable();
-        let twice = tokens.windows(2).find(|pair| pair[0] == pair[1]);
-        twice.map(|pair| pair[0].1)
+        tokens.dedup(); // one that stands in several places
+        let twice = tokens.windows(2).find(|pair| pair[0].0 == pair[1].0);
+        twice.map(|pair| pair[0].0.1)
+    }
+
+    /// Returns the number in the call of the token at a place.
+    fn number(&self, place: usize) -> usize {
+        self.numbers
+            .as_ref()
+            .map_or(place, |numbers| numbers[place])
     }
 
     /// Returns them without the tokens for which `ran_again` is true.
@@ -192,6 +208,15 @@ impl TokenPositions {
             ..self.clone()
         }
     }
+}
+
+/// Message of the error for two tokens at one position of a row; `who`: what needs to tell them apart.
+pub fn shared_row(who: &str, position: Position) -> String {
+    format!(
+        "{who} got two tokens at position {} of one row: texts that share a row cannot be told \
+         apart. Give each a row",
+        position.0
+    )
 }
 
 /// Tokens of a member of a batch in a value.

@@ -12,7 +12,9 @@ use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::call_tokens::CallTokens;
 use crate::rows::mask::Mask;
 use crate::rows::membership::{MemberCall, Membership};
-use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens};
+use crate::rows::places::{
+    MemberPlace, OF_REQUEST, OwnRows, TokenPlace, TokenPositions, Tokens, shared_row,
+};
 
 /// Frame that knows the tokens at some positions in the running calls of a model: a request of a
 /// plan, or the tracker of a hook or a capture with positions, which is never entered.
@@ -141,6 +143,9 @@ impl TokenTracker {
         };
         if positions.values.is_empty() {
             return Ok(None);
+        }
+        if let Some(position) = positions.repeated() {
+            return Err(hook_error(py, shared_row(&describe(), position)));
         }
         let tokens = CallTokens::of(&positions, Self::prompts(slf)?);
         Ok(Some(TokensAt { tokens, places }))
