@@ -174,9 +174,9 @@ class EngineRequest:
     def run(self, position: int, rows: int, drafts: int = 0) -> None:
         """Notes that a step runs its rows from a position on, of which the last ones are drafts."""
         if self.parent is not None and self.start == sys.maxsize:
-            before, self.inherited = self.inherited, self.parent.opened
-            # It keeps its readings where it runs again.
-            if before is None and self.inherited is not None and self.opened is not None:
+            first, self.inherited = self.inherited is None, self.parent.opened
+            # Once: it keeps its readings where it runs again.
+            if first and self._gated and self.opened is not None and self.inherited is not None:
                 self.opened.gates.inherit(self.inherited.gates, position)
         self.start = min(self.start, position)
         self.end = position + rows

@@ -302,15 +302,10 @@ class EngineWorker:
 
     def retire(self, request_id: str) -> EngineRequest | None:
         """Closes a request and returns it, its captures still readable; None without a plan."""
-        request = self._drop(request_id)
-        if request is not None:
-            request.close()
-        return request
-
-    def _drop(self, request_id: str) -> EngineRequest | None:
-        """Takes a request out of all lists, still open; None without a plan."""
         request = self.requests.pop(request_id, None)
-        self._drawn = [each for each in self._drawn if each[0] is not request]
+        if request is not None:
+            self._drawn = [each for each in self._drawn if each[0] is not request]
+            request.close()
         return request
 
     # --- steps -------------------------------------------------------------------------------

@@ -211,6 +211,7 @@ class ManagerWorker(EngineWorker):
             step = self._step = read_step(self._manager.batch_processor)
             rows = step.rows
             self.settle(step.requests, step.counts, step.positions)
+            self._drawn = []  # `_sample` looks at the logits
             if changed := [span for request, span in self._in_step if request.changes]:
                 self._watched = WatchedRows(changed)
         in_step = [request for request, _ in self._in_step]
@@ -385,7 +386,7 @@ class ManagerWorker(EngineWorker):
             return False
         ended = end = None
         if request is not None and output.is_finished():
-            ended = self._drop(request.name)
+            ended = self.requests.pop(request.name)
             if self._asynchronous:
                 # The last token does not count: it runs if the next step was prepared before.
                 end = len(output.prompt_ids) + len(output.generated_tokens) - 1
