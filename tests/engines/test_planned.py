@@ -121,6 +121,30 @@ def test_a_fork_has_the_rows_of_its_parent_that_it_never_ran(model: nn.Sequentia
         assert [*result.acts] == ["0"]
 
 
+@pytest.mark.parametrize("again", [None, 3, 4, 5])
+def test_a_fork_that_runs_again_keeps_its_readings(model: nn.Sequential, again: int | None) -> None:
+    worker = Worker(model)
+    gate = fh.gate("g", "0", fh.Norm(), at=slice(None), over="so_far", by="mean")
+    plan = fh.Plan(gate, fh.keep("@gate.g"))
+    x, other = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    own = torch.cat([x[:4], other[4:]])
+    whole, parent = worker.take("whole", plan), worker.take("parent", plan)
+    fork = worker.take("fork", plan, parent=parent)
+    steps = [("whole", own, 0, 4), ("whole", own, 4, 2), ("parent", x, 0, 4), ("parent", x, 4, 2)]
+    steps += [("fork", own, 3, 1), ("fork", own, 4, 1), ("fork", own, 5, 1)]
+    for name, inputs, position, rows in steps:
+        with worker.step((name, position, rows)):
+            model(inputs[position : position + rows])
+    if again is not None:
+        fork.wait()
+        fork.resume(6)
+        with worker.step(("fork", again, 6 - again)):
+            model(own[again:])
+    assert fork.failure is None
+    expected = whole.result().acts["@gate.g"][-1:]
+    torch.testing.assert_close(fork.result().acts["@gate.g"][-1:], expected)
+
+
 def test_a_fork_that_runs_again_may_need_more_rows_of_its_parent(model: nn.Sequential) -> None:
     """As more of them are cached by then; and the second failure at a token is the last."""
     worker = Worker(model)
