@@ -523,7 +523,7 @@ def _reads(_module: object, _args: object, output: Tensor) -> None:
 def test_hooks_write_at_their_positions_only(
     model: Any, options: dict[str, Any], mode: Any
 ) -> None:
-    """Whether they return a new tensor, write to the output, or both."""
+    """Hooks that return a new tensor, that write to the output, and that do both."""
 
     def output_with(hook: Any) -> Tensor:
         with mode(), fh.Plan(fh.on("model.embed_tokens", hook, **options)).open(model):

@@ -65,7 +65,7 @@ class WrittenRows(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """What the rows wrote, of shape (rows, ...)."""
+        """Values that the rows wrote, of shape (rows, ...)."""
         if self.slots is None:
             return self.tensor[self.places]
         dim, index = self.slots
