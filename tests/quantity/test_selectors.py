@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ferrohook as fh
 from support.zoo import make, token_ids
@@ -85,6 +85,27 @@ def test_interventions_act_on_the_quantity_and_not_on_the_tensor_at_its_place(
         before = fh.run(models["granite"], IDS, capture=name)[1][name]
         after = fh.run(models["granite"], IDS, hooks={name: hook}, capture=name)[1][name]
     torch.testing.assert_close(after, hook.apply(before), rtol=1e-4, atol=1e-5)
+
+
+class Halve(fh.Intervention):
+    """Kind that does not know its form on multiples."""
+
+    @staticmethod
+    def formula(x: Tensor) -> Tensor:
+        return x / 2
+
+
+@pytest.mark.parametrize("options", [{"at": 0}, {"strength": 0.5}])
+def test_an_intervention_without_a_form_on_multiples_acts_on_all_positions_only(
+    models: Any, options: dict[str, Any]
+) -> None:
+    name = "@attn_out.1"
+    with torch.no_grad():
+        before = fh.run(models["granite"], IDS, capture=name)[1][name]
+        after = fh.run(models["granite"], IDS, hooks={name: Halve()}, capture=name)[1][name]
+    torch.testing.assert_close(after, before / 2)
+    with pytest.raises(fh.HookTypeError, match=r"Halve here with at=.*: leave them out, or write"):
+        fh.Plan(fh.on(name, Halve(), **options)).prepare(models["granite"])
 
 
 def test_plans_name_quantities_in_json_and_at_positions(models: Any) -> None:

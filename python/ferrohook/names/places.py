@@ -215,14 +215,16 @@ class Written:
         place = self._place
         if not place.inputs and place.part is None:
             return None
+        own = isinstance(self._hook, Intervention)  # one without a native form
+        kind = f"{type(self._hook).__name__} here" if own else "a Python hook"
         instead = (
-            "leave out at=, or write to another quantity"
-            if place.by_keyword
+            "leave them out, or write to another quantity"
+            if own or place.by_keyword
             else "use an intervention"
         )
         return (
-            f"a Python hook with at= can change only a module's whole output, but {place.quantity} "
-            f"is {place.shown}: {instead}"
+            f"{kind} with at=, when= or strength= can change only a module's whole output, but "
+            f"{place.quantity} is {place.shown}: {instead}"
         )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:

@@ -102,11 +102,12 @@ impl TokenPositions {
         let values = chosen.collect::<Option<_>>()?;
         let rows = self.rows.as_ref();
         let rows = rows.map(|rows| places.iter().map(|place| rows[place.0]).collect());
-        let numbers = places.iter().map(|place| self.number(place.0)).collect();
+        let in_order = self.numbers.is_none() && places.is_sorted_by(|one, next| one.0 < next.0);
+        let numbers = || places.iter().map(|place| self.number(place.0)).collect();
         Some(Self {
             values,
             rows,
-            numbers: Some(numbers),
+            numbers: (!in_order).then(numbers),
             dims: TokenDims::Rows(dim),
             sequences: self.sequences,
         })

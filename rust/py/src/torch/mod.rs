@@ -10,6 +10,7 @@ pub mod facts;
 pub mod hooks;
 pub mod made;
 pub mod nested;
+pub mod saved;
 pub mod target;
 pub mod tensors;
 pub mod transforms;

@@ -7,7 +7,6 @@ use ferrohook_core::Entry;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rustc_hash::FxHashSet;
 
 use crate::call::Call;
 use crate::error::{rows_error, type_name};
@@ -23,6 +22,7 @@ use crate::rows::numbers::Rows;
 use crate::torch;
 use crate::torch::facts::Facts;
 use crate::torch::nested::is_nested;
+use crate::torch::saved::{is_saved, is_saved_between};
 use crate::torch::tensors::{any_tensor, for_each_pair, map_tensors, tensors_of, version_if_any};
 
 /// Marks that hooks of a member run.
@@ -512,8 +512,12 @@ impl<'a, 'py> Value<'a, 'py> {
             .map(|it| it.originals(&given.whole, narrowed.member));
         let originals = originals.unwrap_or_default();
         let wholes = || originals.iter().chain([&given.whole]);
+        let saved = |tensor: &_| {
+            let inside = |arguments| is_saved_between(arguments, self.whole, tensor);
+            Ok::<_, PyErr>(is_saved(tensor)? || self.beside.map_or(Ok(false), inside)?)
+        };
         for whole in wholes() {
-            if self.grad && (is_saved(whole)? || self.is_saved_inside(whole)?) {
+            if self.grad && saved(whole)? {
                 return Err(self.error(
                     wrote,
                     "writes in place to a tensor that autograd has saved for its backward: return \
@@ -529,37 +533,6 @@ impl<'a, 'py> Value<'a, 'py> {
             }
         }
         Ok(())
-    }
-
-    /// True if an operation of the module, between its arguments and its output, has saved a tensor
-    /// for its backward.
-    fn is_saved_inside(&self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
-        let Some(arguments) = self.beside else {
-            return Ok(false);
-        };
-        let py = tensor.py();
-        let nodes_of = |structure| {
-            let tensors = tensors_of(structure)?.into_iter();
-            let nodes = tensors.map(|tensor| tensor.getattr(intern!(py, "grad_fn")));
-            nodes.collect::<PyResult<Vec<_>>>()
-        };
-        // Kept, so that no other node gets the address of one.
-        let mut seen = nodes_of(arguments)?;
-        let mut addresses: FxHashSet<usize> = seen.iter().map(|it| it.as_ptr() as usize).collect();
-        let mut left = nodes_of(self.whole)?;
-        while let Some(node) = left.pop() {
-            if node.is_none() || !addresses.insert(node.as_ptr() as usize) {
-                continue;
-            }
-            if saves(&node, tensor)? {
-                return Ok(true);
-            }
-            for next in node.getattr(intern!(py, "next_functions"))?.try_iter()? {
-                left.push(next?.get_item(0)?);
-            }
-            seen.push(node);
-        }
-        Ok(false)
     }
 
     /// Adds to an error which hook it is of.
@@ -661,44 +634,6 @@ fn difference<'py>(given: &Bound<'py, PyAny>, new: &Bound<'py, PyAny>) -> PyResu
         }
     }
     Ok(None)
-}
-
-/// True if the operation that made a tensor, or the one that it is a view of, has saved it for its
-/// backward.
-fn is_saved(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = tensor.py();
-    let base = tensor.getattr(intern!(py, "_base"))?;
-    for made in [tensor, &base] {
-        if !made.is_none() && saves(&made.getattr(intern!(py, "grad_fn"))?, tensor)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// True if a node of a graph has saved a tensor with the memory of this one.
-fn saves(node: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if node.is_none() {
-        return Ok(false);
-    }
-    let address = Facts::address_of_storage(tensor)?;
-    for name in node.dir()? {
-        let name: String = name.extract()?;
-        if !name.starts_with("_saved_") && name != "saved_tensors" {
-            continue;
-        }
-        // Where they were freed there is no backward.
-        let Ok(saved) = node.getattr(&*name) else {
-            continue;
-        };
-        let mut same = |each: &Bound<'_, PyAny>| {
-            Ok(address.is_some() && Facts::address_of_storage(each)? == address)
-        };
-        if any_tensor(&saved, &mut same)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// True if one of the tensors of a value has the rows.
