@@ -41,7 +41,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, now."""
+        """Describes this machine and the time."""
         gil = getattr(sys, "_is_gil_enabled", lambda: True)()
         return cls(
             cpu=_cpu(),

@@ -23,7 +23,7 @@ needs_gil = pytest.mark.skipif(
 def test_without_the_gil_it_is_refused(
     model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There another thread's call fails while torch's entries change."""
+    """Another thread's call would fail while torch's entries change."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with pytest.raises(fh.HookError, match="without the GIL such a call fails"):
         fh.instrument(model, keep_class=KEPT)

@@ -97,7 +97,7 @@ def test_texts_and_captures_are_those_of_the_request_alone(  # noqa: PLR0913, PL
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_gates_are_read_along(server: PlannedServer, client: Client, url: str, engine: str) -> None:
-    """With the tokens that follow, by both clients; the text alone is as before."""
+    """Both clients read them with the tokens that follow; the text alone is as before."""
     server.engine = engine
     direction = torch.linspace(-1, 1, WIDTH)
     plan = fh.Plan(

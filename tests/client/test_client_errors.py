@@ -132,7 +132,7 @@ def test_a_text_that_was_broken_off_is_none() -> None:
 
 
 def test_a_plan_is_not_sent_to_a_server_without_plans() -> None:
-    """Which would answer with the text of the model without it."""
+    """Such a server would answer with the text of the model without it."""
     error = both(answering(completions=httpx.Response(200, json=TEXT)), KEEP)
     assert isinstance(error, RequestRefusedError)
     assert "the server does not support plans" in str(error)

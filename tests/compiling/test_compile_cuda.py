@@ -95,7 +95,7 @@ def test_a_vector_is_copied_to_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.cuda
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_vector_is_used_behind_what_made_it(device: str) -> None:
-    """By a graph that runs on another stream, of a vector and of its copy."""
+    """The graph runs on another stream than the one that makes the vector, or copies it."""
     on_gpu, on_cpu = make_models()
     compiled = torch.compile(on_gpu, backend="eager", fullgraph=True)
     x = torch.randn(4, WIDTH)
@@ -209,7 +209,7 @@ def replay(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
 
 @pytest.mark.cuda
 def test_each_replay_is_captured_and_changed() -> None:
-    """By vectors that come and go, on whichever device they are."""
+    """Vectors come and go between replays, on either device."""
     on_gpu, on_cpu = make_models()
     compiled = torch.compile(on_gpu, backend=aot_autograd(fw_compiler=replay), fullgraph=True)
     kept = []

@@ -170,7 +170,7 @@ def test_in_a_graph(make: Any) -> None:
 
 @kinds
 def test_native_code_runs_the_formula_beside_dynamo(make: Any) -> None:
-    """After a break of the graph the native call runs, and Dynamo would compile the formula."""
+    """The native call runs after a break of the graph, where Dynamo would compile the formula."""
     hook, model, x = make(), model_of(), torch.randn(3, WIDTH)
     expected = by_hand(hook, model(x))
     compiled = torch.compile(model, backend="eager")

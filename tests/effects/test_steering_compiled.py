@@ -313,7 +313,7 @@ def test_a_plan_that_takes_effect_in_a_compiled_model_is_not_reported_as_silent(
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_positions_break_graphs_and_hold(plan: fh.Plan, before: bool) -> None:
-    """Of a model compiled before the plan was prepared, and after."""
+    """The model is compiled before the plan is prepared, or after."""
     model = Tokens(WIDTH)
     backend = Counting()
 

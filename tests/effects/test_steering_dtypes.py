@@ -31,7 +31,7 @@ def vector(dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def interventions(dtype: torch.dtype, seed: int = 0) -> Iterator[Any]:
-    """Those with a vector of a dtype."""
+    """Makes the interventions that have a vector, in a dtype."""
     v = vector(dtype, seed)
     yield from (fh.Add(v, 0.3), fh.Add(v[0]), fh.Ablate(v), fh.Replace(v), fh.Replace(v[1]))
 

@@ -52,7 +52,7 @@ def test_a_salt_is_one_of_this_process() -> None:
 
 
 def test_salts_differ_where_anything_does() -> None:
-    """Of a client, that could be taken for another's together with a plan or a length."""
+    """A client's salt, with a plan or a length, must not equal another client's."""
     plans = [CHANGE, BEFORE_END, fh.Plan(fh.on("0", fh.Scale(3.0)))]
     read = admission().read(CHANGE.to_json(), UploadsOfPlan.travelled({}))
     clients: list[Any] = [

@@ -49,7 +49,7 @@ def test_what_the_engine_forgot_is_forgotten(model: nn.Sequential) -> None:
     ],
 )
 def test_a_slice_keeps_the_rows(model: nn.Sequential, dim: int, index: Any, keeps: bool) -> None:
-    """Without their dimension the rows of steps cannot be put together."""
+    """Rows of steps cannot be put together without their dimension."""
     plans = EnginePlans(model, dim=dim)
     plan = fh.Plan(fh.keep("0", slice=index))
     if keeps:
@@ -146,7 +146,7 @@ def test_a_fork_that_runs_again_keeps_its_readings(model: nn.Sequential, again: 
 
 
 def test_a_fork_that_runs_again_may_need_more_rows_of_its_parent(model: nn.Sequential) -> None:
-    """As more of them are cached by then; and the second failure at a token is the last."""
+    """More of the rows are cached by then; the second failure at a token is the last."""
     worker = Worker(model)
     plan = PLAN + fh.Plan(fh.gate("read", "0", fh.Norm()))
     x = torch.randn(6, WIDTH)

@@ -122,7 +122,7 @@ CASES = list(itertools.product(CONFIGS, HOOKS, SETTINGS, DTYPES))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Without `--whole`, one room and dtype for each model and hook, others for the next."""
+    """Draws one room and dtype for each model and hook, and all of them with `--whole`."""
     if "case" in metafunc.fixturenames:
         cases = (
             CASES

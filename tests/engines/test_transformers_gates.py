@@ -90,7 +90,7 @@ def test_requests_with_gates_answer_as_they_do_alone() -> None:
 
 
 def test_plans_end_their_requests() -> None:
-    """By the model's token for the end, beside requests that go on."""
+    """The text ends with the end-of-sequence token; other requests go on."""
     rng = random.Random(1)  # noqa: S311 (a test)
     torch.manual_seed(0)
     model = tiny_llama()

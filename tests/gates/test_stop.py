@@ -218,7 +218,7 @@ def test_beams_and_drafts_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_calls_tell_where_their_rows_ended() -> None:
-    """In chunks as in one piece."""
+    """Prompts that run in chunks end as those in one piece."""
     plan = fh.Plan(GATE, fh.stop(when=fh.below("g", 1e6) & ~fh.above("g", 1e6)))
     ids = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
     with plan.open(model(), prompt=3) as request:

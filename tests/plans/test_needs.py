@@ -74,7 +74,7 @@ def test_a_judge_refuses_what_it_does_not_know() -> None:
 
 
 def test_all_needs_are_known() -> None:
-    """Of every option of `on`, and of `capture`, which `keep` has, and every intervention."""
+    """Tries every option of `on` and of `capture`, which `keep` has, and every intervention."""
     options = {*inspect.signature(fh.on).parameters, *inspect.signature(fh.capture).parameters}
     named = options - {"model", "what", "hook", "phase", "grads"}
     assert named <= NEEDS

@@ -119,7 +119,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Script:
-    """What happens, but for the checkpointing."""
+    """Events of a run, without the checkpointing."""
 
     hooks: list[Spec]
     planned: list[tuple[str, str]]

@@ -178,7 +178,7 @@ def test_positions_are_those_of_the_forward_that_is_repeated(reentrant: bool, bo
 
 
 def test_a_program_without_wrappers_repeats_the_scopes_of_the_forward() -> None:
-    """In a fresh interpreter: nothing but instrumenting has torch's functions replaced."""
+    """A fresh interpreter: only instrumenting has torch's functions replaced."""
     done = run_fresh("""
 import torch
 from torch import nn

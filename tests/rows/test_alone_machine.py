@@ -408,7 +408,7 @@ class Puts:
                 module.register_forward_hook(function, with_kwargs=with_kwargs)
 
     def mask(self, hook: Hook, leaf: Tensor) -> Tensor | None:
-        """Which of the member's tokens are chosen, in a leaf's shape."""
+        """Mask of the member's chosen tokens, in a leaf's shape."""
         positions = self.case.positions()
         if positions is None:
             return None

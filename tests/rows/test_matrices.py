@@ -51,7 +51,7 @@ def model(where: str = "before") -> Mixture:
 
 
 def logits(made: Mixture) -> Tensor:
-    """Of each token, (batch, length, experts)."""
+    """Returns the router's logits: (batch, length, experts)."""
     found: Tensor = made.embed(IDS) @ made.router.weight.T + made.router.bias
     return found
 

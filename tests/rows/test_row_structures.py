@@ -141,7 +141,7 @@ def test_a_capture_of_a_structure_has_each_tensor_as_alone(
 
 
 def test_requests_share_no_tensor_that_has_no_rows() -> None:
-    """What one reader writes to its captures reaches no other."""
+    """Writes of one reader to its captures reach no other."""
     model = First(MAKES["tuple"], OTHERS["of 3"].clone())
     with fh.Plan(fh.keep("part", copy="clone")).prepare(model) as plan:
         a, b = plan.open(), plan.open()

@@ -253,7 +253,7 @@ class Reused(nn.Module):
 def test_an_argument_that_another_member_replaced_is_written_where_it_was(
     writer: str, replaces: str, form: str, mode: str
 ) -> None:
-    """By the module, also for rows without an owner, and by hooks of the other member."""
+    """The module writes, for rows without an owner too, and so do hooks of the other member."""
     if writer == "module" and mode == "inference":
         pytest.skip("torch counts no writes in inference mode: docs/rows.md")
     model = Reused(nn.ReLU(inplace=True) if writer == "module" else nn.Identity())
@@ -287,7 +287,7 @@ def taken(rows: Any) -> list[int]:
 
 
 def test_an_argument_put_in_two_places_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
-    """In the batch it is two tensors, and the module would compute with both."""
+    """The batch has two tensors for it, and the module would compute with both."""
 
     class Sum(nn.Module):
         def forward(self, x: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What leaves a request of a batch holds no memory with rows of others."""
+"""Results that leave a request of a batch hold no memory with rows of others."""
 
 from __future__ import annotations
 

@@ -487,7 +487,7 @@ def test_an_interrupt_while_the_operators_are_defined_is_made_good() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("parity", [0, 1])
 def test_an_interrupt_at_any_place_leaves_no_sites(parity: int) -> None:
-    """From the first to the last place of opening and leaving sites; every second for each test."""
+    """Covers each place of opening and leaving sites; each test takes every second one."""
     plan, x, places = fh.Plan(adding("first")), numbered(), parity
 
     def act() -> None:

@@ -93,7 +93,7 @@ def plans(draw: Any) -> fh.Plan:
 
 @st.composite
 def batches(draw: Any) -> list[tuple[int, range, int]]:
-    """For each member: its plan, its rows, and the length of its prompt."""
+    """Draws a batch: plan, rows and length of the prompt of each member."""
     members, first = [], 0
     while first < ROWS and len(members) < 4:
         first += draw(st.integers(0, 2))

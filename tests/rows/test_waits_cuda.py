@@ -87,7 +87,7 @@ ENTRIES: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_a_step_waits_for_nothing(entry: Callable[[int], Any]) -> None:
-    """In new rows of known members, and with a member that is new."""
+    """Steps have new rows of known members, or a new member."""
     engine = Engine()
     known = [engine.admit(fh.Plan(entry(seed))) for seed in range(3)]
     for _ in range(3):
@@ -124,7 +124,7 @@ PADDED: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("generates", [False, True], ids=["positions", "generating"])
 @pytest.mark.parametrize("entry", PADDED.values(), ids=PADDED)
 def test_a_padded_forward_waits_once(entry: Callable[[int], Any], generates: bool) -> None:
-    """For the positions, which are on the GPU."""
+    """The wait is for the positions, which are on the GPU."""
     model = Text().cuda()
     ids = torch.randint(16, (2, LENGTH)).cuda()
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).cuda()

@@ -292,7 +292,7 @@ CUT = (
 def test_connections_that_are_cut_leave_nothing(
     encoder: Encoder, caplog: pytest.LogCaptureFixture, *, resets: bool
 ) -> None:
-    """In the headers, in the body, and before the answer."""
+    """Connections are cut in the headers, in the body, and before the answer."""
     head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     whole = head + b"Content-Length: %d\r\n\r\n" % len(CUT) + CUT
     with (

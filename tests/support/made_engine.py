@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Worker(EngineWorker):
-    """Of an engine that settles one step after the other."""
+    """Worker of an engine that settles one step after the other."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Capabilities("made", "1.0", ("1.0",), (), {}))

@@ -1,4 +1,4 @@
-"""Where a prompt ends, and which position a token has, in calls of every kind.
+"""Ends of prompts and positions of tokens, in calls of every kind.
 
 The oracle finds the positions of captured rows by comparing them with the hidden states that
 transformers returns for the whole text, or computes them from the arguments of the call.
@@ -208,7 +208,7 @@ CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_rows_of_a_cache_that_was_reordered_by_hand_are_other_sequences(
     model: Any, change: str, rows: list[int]
 ) -> None:
-    """As in a beam search by hand, without a mask."""
+    """A beam search by hand does so, without a mask."""
     ids, new = torch.cat([prompt(4), prompt(4, seed=2)]), torch.tensor([[5], [6]])
     order, cache = torch.tensor(rows), transformers.DynamicCache(config=model.config)
     plan = fh.Plan(fh.keep(LAYER, at=slice(None)), fh.keep(LAYER, at="generated", label="new"))

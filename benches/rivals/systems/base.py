@@ -75,7 +75,7 @@ class System(ABC):
         raise AbsentError(msg)
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:  # noqa: ARG002 (systems that have it use them)
-        """As `steered`, of a model that was compiled and called before."""
+        """Runs `steered` on a model that was compiled and called before."""
         msg = "its documentation does not mention compiled models"
         raise AbsentError(msg)
 

@@ -165,7 +165,7 @@ _KEEP_NAMES = {"last": 1, "all": None}
 
 
 class CapturePlace(NamedTuple):
-    """Where a recorder finds its collector and its tokens, as the core takes it."""
+    """Collector and token source of a recorder, in the core's form."""
 
     capture: int | None = None
     """Index among the captures of a plan; None outside of plans."""

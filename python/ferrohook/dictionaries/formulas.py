@@ -37,7 +37,7 @@ class Rounding(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """How a dictionary encodes and decodes, its weights aside."""
+    """Encoder and decoder of a dictionary, its weights aside."""
 
     activation: str
     """A key of `ACTIVATIONS`."""

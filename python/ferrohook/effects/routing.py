@@ -23,7 +23,7 @@ MOST_EXPERTS: Final = 2**15
 
 
 class RoutingRule(NamedTuple):
-    """How a router weighs experts, whichever they are."""
+    """Rule by which a router weighs the chosen experts."""
 
     scores: str
     """Key of `SCORES`."""
@@ -64,7 +64,7 @@ SCORES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 class Routing(NamedTuple):
-    """Where a module returns a block's experts and their weights, and how it weighs them."""
+    """Parts of a module's output that hold a block's experts and their weights, and their rule."""
 
     ids: Any
     """Part of the module's output, as `output_index` of a capture."""

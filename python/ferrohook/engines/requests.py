@@ -114,14 +114,14 @@ class EngineRequest:
 
     @property
     def state(self) -> Literal["queued", "running", "ended"]:
-        """Where it is."""
+        """Stage that the request has reached."""
         if self.error is not None:
             return "ended"
         return "running" if self.tokens else "queued"
 
     @property
     def reason(self) -> str:
-        """Why its plan failed, for its client; empty as long as it has not."""
+        """Reason for its client why its plan failed; empty as long as it has not."""
         return "" if self.error is None else reason_of(self.error)
 
     @property
@@ -131,7 +131,7 @@ class EngineRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why its plan failed, once that is known; `result` may wait for a GPU to know it."""
+        """Reason why its plan failed, once it is known; `result` may wait for a GPU first."""
         if self.error is None and self.opened is not None and self.opened.failed:
             return self.opened.error
         return self.error

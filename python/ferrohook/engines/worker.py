@@ -55,7 +55,7 @@ class ServedModel(NamedTuple):
 
 
 class WrittenRows(NamedTuple):
-    """Where rows of a step wrote to one tensor."""
+    """Places where the rows of a step wrote to one tensor."""
 
     tensor: Tensor
     places: Tensor

@@ -53,7 +53,7 @@ def needs_at(place: Place) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class BackEnd:
-    """Which plan entries a back end serves: an engine, sites, or a batcher."""
+    """Plan entries that a back end serves: an engine, sites, or a batcher."""
 
     serves: frozenset[str]
     """Needs that are served, out of `NEEDS`; all others are refused."""

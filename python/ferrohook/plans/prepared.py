@@ -394,7 +394,7 @@ class Prepared:
 
     @property
     def captures(self) -> list[dict[str, int]]:
-        """For each `keep` in order, the indices of the names in its collector."""
+        """Indices of the names in their collector, for each `keep` in order."""
         return [capture.places for capture in self._contents.captures]
 
     @property

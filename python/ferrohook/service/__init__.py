@@ -1,4 +1,4 @@
-"""For services that share one model: plans and hooks of one request, batches, limits, metrics.
+"""Tools for services that share one model: plans and hooks of a request, batches, limits, metrics.
 
 Needs the packages fastapi and prometheus-client.
 

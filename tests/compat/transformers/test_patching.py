@@ -280,7 +280,7 @@ def test_a_recorder_of_transformers_is_patched_for_one_model_only() -> None:
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: PLC0415
 
     class Quiet(nn.Module):
-        """Not a subclass of the class it replaces."""
+        """Class that is not a subclass of the one it replaces."""
 
         def __init__(self, *_args: Any, **_options: Any) -> None:
             super().__init__()

@@ -121,7 +121,7 @@ def test_gates_read_rows_and_change_none_before_they_have_values(empty: Local) -
 
 
 def test_a_second_turn_reads_the_first_ones_tokens(llama: Any, empty: Local) -> None:
-    """Of the same plan; one that counts from the prompt's end changes other positions there."""
+    """Both turns have one plan; one that counts from the prompt's end changes other positions."""
     _, model = llama
     for at, shared in ((slice(32, None), LAST + NEW), ("generated", LAST + 1)):
         empty.scheduler.flush_cache()
@@ -142,7 +142,7 @@ def test_keys_of_clients_divide_what_plans_share(llama: Any, empty: Local) -> No
 def test_a_prompt_with_the_keys_of_a_plan_is_refused(
     empty: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would read what the plan changed."""
+    """Such a prompt would read what the plan changed."""
     keys: list[array[int]] = []
     found = prefix_cache.keys_of
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_a_prompt_with_the_keys_of_a_plan_is_refused(
 def test_a_fault_has_requests_share_less(
     llama: Any, empty: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes no answer wrong, and ends no engine."""
+    """The fault makes no answer wrong and ends no engine."""
 
     def failing(*_args: Any) -> None:
         msg = "out of luck"
@@ -176,7 +176,7 @@ def test_a_fault_has_requests_share_less(
 def test_random_plans_at_any_position(
     llama: Any, empty: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In mixed chunks. Without the moved ids, answers would be wrong."""
+    """Chunks are mixed with decoding. Without the moved ids, answers would be wrong."""
     _, model = llama
     jobs = border_jobs(48, seed=6)
     answers = serve(empty, jobs, seed=3)
@@ -213,7 +213,7 @@ CONFIGURATIONS: list[tuple[dict[str, object], dict[str, str]]] = [
 def test_random_plans_at_the_borders_of_pages(
     options: dict[str, object], environment: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    """With evictions: the prompts have many times the tokens of the cache."""
+    """Blocks are evicted: the prompts have many times the tokens of the cache."""
     number = request.config.getoption("requests") or 48
     found = run_script(SMALL | options, "--requests", str(number), **environment)
     assert found["wrong"] == found["wrong_reads"] == []
@@ -225,7 +225,7 @@ def test_random_plans_at_the_borders_of_pages(
 
 
 def test_without_the_moved_ids_requests_read_what_others_changed() -> None:
-    """So the test before would find it."""
+    """Control: the test before finds such reads."""
     found = run_script(SMALL | {"page_size": 16}, "--requests", "48", "--unmoved")
     assert found["wrong"]
     assert found["wrong_reads"]

@@ -96,7 +96,7 @@ def test_random_requests(
 
 
 def test_plans_end_their_requests(local: Local) -> None:
-    """With the gate's name as what matched, beside requests that go on."""
+    """The gate's name is reported as what matched; other requests go on."""
     stops = scenes.random_stops(asker(local), 12)
     requests = []
     for number, each in enumerate(stops):
@@ -139,7 +139,7 @@ def test_fields_go_to_requests_with_a_plan(planned: bool) -> None:
 
 
 def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each step the rows of a span have the tokens of its request at its positions."""
+    """Rows of a span have, in each step, the tokens of its request at its positions."""
     worker, model = local.worker, local.scheduler.tp_worker.model_runner.model
     inner, seen = model.forward, []
     reqs: dict[str, Any] = {}
@@ -337,7 +337,7 @@ def test_captures_are_limited(local: Local, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_salts_cannot_be_forged(local: Local, planned: bool) -> None:
-    """Where others see the keys of the cache, plans have them."""
+    """Clients may see salts of plans among the keys of the cache, but cannot pass them."""
     plan = steering().plan if planned else None
     for forged in ("ferrohook:", "ferrohook:1234"):
         assert "reserved for ferrohook" in refusal(local, plan, cache_salt=forged)

@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(
 
 
 def test_a_layer_and_its_quantity_are_one_tensor(local: Local) -> None:
-    """In the order of the entries: an earlier capture has the value before the change."""
+    """Entries act in their order: an earlier capture has the value before the change."""
     plan = fh.Plan(
         fh.keep("model.layers.1", label="before"),
         fh.on("@resid_post.1", fh.Add(torch.ones(WIDTH))),

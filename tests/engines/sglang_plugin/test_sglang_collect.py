@@ -136,7 +136,7 @@ def test_refuses_bad_arguments_and_other_runs(engine: Any, tmp_path: Path) -> No
 
 
 def test_failures_end_the_run(engine: Any, tmp_path: Path) -> None:
-    """Of a plan, and of a disk that cannot be written; the engine goes on."""
+    """A plan fails, or the disk cannot be written; the engine goes on."""
     prompts = [[5, 6]] * 20 + [[5] * 50] + [[7, 8]] * 20
     grow = fh.Plan(fh.on("model.layers.0", fh.Scale(1e38), at=slice(40, None)))
     with pytest.raises(fh.errors.HookError, match="hidden states") as raised:

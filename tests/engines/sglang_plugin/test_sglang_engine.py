@@ -92,7 +92,7 @@ def test_plans_and_captures(llama: Any, engine: Any) -> None:
 
 
 def test_streams_carry_the_values_of_gates(llama: Any, engine: Any) -> None:
-    """Of each request its own, beside one without a plan."""
+    """Each request streams its own values, beside one without a plan."""
     jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:6]
     asked = [*map(params, [*(job.plan for job in jobs), None])]
     prompts = [*(job.prompt for job in jobs), PROMPT]
@@ -119,7 +119,7 @@ def test_streams_carry_the_values_of_gates(llama: Any, engine: Any) -> None:
 def test_incremental_streams_have_all_captures(
     llama: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They carry each token once."""
+    """Each token is streamed once."""
     monkeypatch.setattr(engine.tokenizer_manager, "incremental_streaming_output", True)
     jobs = random_jobs(8, seed=3, gates=0.5)
     asked = [params(job.plan) for job in jobs]

@@ -223,7 +223,7 @@ def test_the_client(llama: Any, server: Server, job: Job, streamed: bool) -> Non
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_gates_are_read_along(llama: Any, server: Server, is_chat: bool) -> None:
-    """Of each request its own, beside others; long prompts run in several steps."""
+    """Each request reads its own, beside others; long prompts run in several steps."""
     jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:6]
     jobs.append(Job([*range(10, 110)], gated=jobs[0].gated))
     prompts: list[Any] = [job.prompt for job in jobs]

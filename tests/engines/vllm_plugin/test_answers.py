@@ -243,7 +243,7 @@ def test_answers_are_those_of_requests_for_one_answer(
 def test_with_one_name_for_all_answers_captures_are_wrong(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the test before would find answers that share their captures."""
+    """Control: the test before finds answers that share their captures."""
     llm, model = small
     asked = drawn(48, seed=11)
     monkeypatch.setattr(plugin, "of_answer", lambda params, *_: params)
@@ -296,7 +296,7 @@ def test_answers_that_start_after_the_end_of_the_first_one_run_the_prompt(
 
 
 def test_a_gate_reads_all_rows_itself(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without, values of gates are wrong, which the test of random requests would find."""
+    """Values of gates would be wrong without it, as the test of random requests would find."""
     llm, model = small
     asked = [each for each in drawn(96, seed=11) if each.job.gated]
     found = Admission.prefix

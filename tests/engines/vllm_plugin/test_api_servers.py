@@ -104,7 +104,7 @@ def test_random_requests(models: Any, servers: Servers, request: pytest.FixtureR
 
 
 def test_several_answers_may_run_on_several_ranks(models: Any, servers: Servers) -> None:
-    """Where the first one does not run, the others run the prompt."""
+    """Other ranks run the prompt where the first one does not run."""
     jobs = [Job([each, *PROMPT], (), ("model.layers.2",)) for each in range(10, 16)]
 
     def served(job: Job) -> list[Answer]:

@@ -149,7 +149,7 @@ def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: 
 
 @pytest.mark.v2
 def test_plans_end_their_requests(llm: Any) -> None:
-    """With the gate's name as the reason, beside requests that go on."""
+    """The gate's name is the stop reason; other requests go on."""
     stops = scenes.random_stops(asker(llm), 12)
     assert {len(each.text) for each in stops} > {0, 1}
     engine = llm.llm_engine
@@ -176,7 +176,7 @@ def test_plans_end_their_requests(llm: Any) -> None:
 
 @pytest.mark.v2
 def test_rows_are_those_of_the_tokens(llm: Any) -> None:
-    """In each step the rows of a span have the tokens of its request at its positions."""
+    """Rows of a span have, in each step, the tokens of its request at its positions."""
     engine = llm.llm_engine
     model = engine.model_executor.driver_worker.worker.model_runner.get_model()
     requests = engine.engine_core.engine_core.scheduler.requests

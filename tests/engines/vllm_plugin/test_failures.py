@@ -70,7 +70,7 @@ def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, ll
 
 @pytest.mark.parametrize("new_tokens", [1, 2])
 def test_no_token_of_a_step_that_failed(llm: Any, new_tokens: int) -> None:
-    """Not even where the step is the request's last, which would end it as a right one."""
+    """The step may be the request's last, which would end it without an error."""
     (text,) = served(llm, {"failing": FAILS}, new_tokens=new_tokens)["failing"].outputs
     assert text.finish_reason == "error"
     assert [*text.token_ids] == []

@@ -117,7 +117,7 @@ def test_weights_replaced_in_place(models: Any, llm: Any, replaced: Any) -> None
 
 
 def test_pooling_refuses_a_plan(llm: Any) -> None:
-    """Where vLLM would take it for an argument of its pooler, and ignore it."""
+    """vLLM would take it for an argument of its pooler, and ignore it."""
     from vllm import PoolingParams  # noqa: PLC0415
 
     params = PoolingParams(task="embed", extra_kwargs=vllm.extra_args(fh.Plan(JOB.plan.entries[0])))

@@ -433,7 +433,7 @@ def test_captures_take_the_token_of_the_answer(
 
 
 def test_captures_without_a_token_are_refused(engine: Engine) -> None:
-    """Of requests from other routes than completions and chats: they could not be fetched."""
+    """Captures of other routes than completions and chats could not be fetched."""
     with pytest.raises(
         ValueError, match="captures are available only on the routes that return a token"
     ):
@@ -465,7 +465,7 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
 
 
 def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In number, in bytes and in the length of names; a list of names in an error is short."""
+    """Limits: number, bytes and length of names. A list of names in an error is short."""
     engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
     monkeypatch.setattr(uploads, "_MOST_UPLOADS", 14)
 

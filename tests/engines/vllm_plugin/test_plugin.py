@@ -397,7 +397,7 @@ def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> No
 def test_an_engine_that_does_not_start_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As one that takes longer than the limit of its fixture."""
+    """Starting takes longer than the limit of its fixture."""
     started: list[Any] = []
 
     def failing(**_options: Any) -> None:

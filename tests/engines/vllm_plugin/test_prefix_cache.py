@@ -137,7 +137,7 @@ def test_gates_read_rows_and_change_none_before_they_have_values(llm: Any) -> No
 
 
 def test_a_second_turn_reads_the_first_ones_blocks(models: Any, llm: Any) -> None:
-    """Of the same plan; one that counts from the prompt's end changes other positions there."""
+    """Both turns have one plan; one that counts from the prompt's end changes other positions."""
     model = models["llama"][1]
     for at, shared in ((slice(BLOCK, None), 3 * BLOCK), ("generated", 3 * BLOCK)):
         llm.reset_prefix_cache()
@@ -165,7 +165,7 @@ def test_clients_with_salts_share_nothing_with_others(models: Any, llm: Any) -> 
 def test_a_fault_has_requests_share_less(
     models: Any, llm: Any, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """It makes no answer wrong, and ends no engine."""
+    """The fault makes no answer wrong and ends no engine."""
     llm.reset_prefix_cache()
     model = models["llama"][1]
 
@@ -342,7 +342,7 @@ def test_random_plans_at_the_borders_of_blocks(
 def test_without_the_key_answers_are_wrong(
     small: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the test before would find a key that is missing."""
+    """Control: the test before finds a key that is missing."""
     llm, model = small
     jobs = drawn(request, 200)
     llm.reset_prefix_cache()
@@ -407,7 +407,7 @@ def test_a_step_with_nan_reaches_no_request_that_shares_blocks_before_it(
 
 
 def test_rows_that_a_plan_spoils_and_hides_are_its_own(models: Any) -> None:
-    """It overwrites them after the last attention: no hidden state is NaN."""
+    """The plan overwrites them after the last attention: no hidden state is NaN."""
     plan = fh.Plan(
         fh.on("model.layers.1", fh.Scale(3e38), at=slice(2 * BLOCK, None)),
         fh.on("model.norm", fh.Zero()),

@@ -165,7 +165,7 @@ def test_rows_of_several_heads_pass(tmp_path: Path) -> None:
 
 
 def test_steps_with_drafts_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by default on a GPU: graphs, and steps that are scheduled ahead."""
+    """Defaults of a GPU: graphs, and steps that are scheduled ahead."""
     model = save_repeating_model(tmp_path)
     with scheduling_ahead():
         llm = start_cut(
@@ -433,7 +433,7 @@ def test_quantised_weights_pass(quantised: Any) -> None:
 def test_a_kernel_that_skips_a_module_is_found(
     quantised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By calling what computes it, but for as many rows as the model was observed with."""
+    """The kernel calls the module's code, except for as many rows as the observed model had."""
     wrapper = quantised.llm_engine.model_executor.driver_worker
     mlp = wrapper.worker.model_runner.get_model().get_submodule("model.layers.1.mlp")
     down = mlp.down_proj

@@ -45,7 +45,7 @@ class Drafting(NamedTuple):
 def drafting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Drafting]:
-    """With blocks for a few requests."""
+    """Engine with blocks for a few requests."""
     folder = tmp_path_factory.mktemp("repeating")
     model = save_repeating_model(folder, KINDS[request.param])
     method, _, ahead = request.param.partition(" ")

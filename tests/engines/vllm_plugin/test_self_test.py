@@ -83,7 +83,7 @@ def with_prefix(**changes: Any) -> Callable[..., None]:
 
 
 def salt_ignored(_core: Any, _worker: Any, patch: pytest.MonkeyPatch) -> None:
-    """By vLLM, which makes the keys of a block elsewhere."""
+    """Has vLLM make the keys of a block elsewhere, without the salt."""
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
 
     name = "_gen_prompt_embeds_extra_hash_keys"

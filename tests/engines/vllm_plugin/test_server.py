@@ -192,7 +192,7 @@ def test_spoilt_plans_are_answered_with_400(
 
 
 def test_each_choice_has_its_own_captures(models: Any, client: httpx.Client) -> None:
-    """Of several answers to each of two prompts, and their values of gates in a stream."""
+    """Two prompts get several answers each; values of gates are streamed too."""
     model = models["llama"][1]
     gated = next(job.gated for job in random_jobs(24, seed=3, gates=1.0) if job.gated)
     change = Change(1, fh.Add(VECTOR), "generated")

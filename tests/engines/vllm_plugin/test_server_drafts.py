@@ -198,7 +198,7 @@ def answer_of(choice: Choice) -> Answer:
 
 
 def test_random_requests(server: Drafting, request: pytest.FixtureRequest) -> None:
-    """For answers to one or two prompts, streamed or not."""
+    """Requests have one or two prompts and are streamed or not."""
     rng = random.Random(5)  # noqa: S311 (tests)
     plans = drafted_jobs(request.config.getoption("requests") or 32, seed=13)
     groups, asked = [], []

@@ -143,7 +143,7 @@ def test_readings_of_rejected_drafts_would_be_found(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So the test before would find one that stays."""
+    """Control: the test before finds one that stays."""
     jobs = drawn(request)
     with monkeypatch.context() as patch:
         patch.setattr(GateStream, "take_back", lambda *_args: None)
@@ -216,7 +216,7 @@ def served_stops(llm: Any, stops: list[scenes.Stops]) -> list[tuple[Any, Any]]:
 def test_plans_end_their_requests_at_tokens_only(
     repeating: tuple[Path, Any], drafting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not at drafts that are rejected, and at accepted ones with no token after them."""
+    """Rejected drafts end nothing; no token follows an accepted one that ends a request."""
     model = repeating[1]
     stops = scenes.random_stops(lambda *asked: asked_alone(model, *asked), 24)
     count = DraftCount(drafting, monkeypatch)
@@ -501,7 +501,7 @@ def test_a_next_turn_reads_no_block_that_drafts_spoilt(
 def test_a_request_runs_again_once_for_each_token(
     spoiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though vLLM pads requests with drafts of which one token has to run."""
+    """vLLM pads requests with drafts of which one token has to run."""
     prompt = ([3, 4, 5, 6] * BLOCK)[: BLOCK + 1]
     prompts = {"other": [9] * 5, "one": [5], "cached": prompt}
     plan = fh.Plan(fh.on("model.layers.1", fh.Scale(3e38), at="last_prompt"))
@@ -530,7 +530,7 @@ def test_a_request_runs_again_once_for_each_token(
 
 
 def test_a_gate_with_lag_reads_later_in_the_forward(spoiling: Any) -> None:
-    """As drafts have no value of the token before yet, its request runs again for each token."""
+    """Drafts have no value of the token before yet, so the request runs again for each token."""
     gate = fh.gate("late", "model.layers.3", fh.Norm(), lag=1, over="token")
     changing = fh.on("model.layers.1", fh.Ablate(VECTOR), at="generated")
     lagging = fh.on("model.layers.1", fh.Ablate(VECTOR), when=fh.above("late", 0.0))

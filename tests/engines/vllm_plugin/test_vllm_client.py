@@ -84,7 +84,7 @@ def test_random_requests(models: Any, server: Server) -> None:
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_gates_are_read_along(models: Any, server: Server, is_chat: bool) -> None:
-    """Of each request its own, beside others; long prompts run in several steps."""
+    """Each request reads its own, beside others; long prompts run in several steps."""
     jobs = [it for it in random_jobs(24, seed=3, gates=1.0) if it.gated][:8]
     jobs.append(Job([*range(10, 110)], gated=jobs[0].gated))
     asked: list[tuple[Any, Any]] = [(job.prompt, job.plan) for job in jobs]

@@ -27,7 +27,7 @@ _MOST_MODULES: Final = 6
 
 
 class Beginning(NamedTuple):
-    """How the stream begins: `stream = modules(multiplier * first(embed) + positions)`."""
+    """Start of the stream: `stream = modules(multiplier * first(embed) + positions)`."""
 
     embed: ObservedTensor
     multiplier: float
@@ -61,7 +61,7 @@ class Beginning(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How the stream ends: `logits = cap * tanh(multiplier * unembed(modules(norm)) / cap)`."""
+    """End of the stream: `logits = cap * tanh(multiplier * unembed(modules(norm)) / cap)`."""
 
     norm: ObservedTensor | None
     logits: ObservedTensor | None
