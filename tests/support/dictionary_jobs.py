@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from support.engine_scenes import Given
 
 KINDS = ("relu", "groupmax")
-"""Of dictionaries: not top-k, where the rounding of a row may choose another feature."""
+"""Kinds of dictionaries; not top-k, where the rounding of a row may choose another feature."""
 TOP, KEPT = 3, [1, 7]
 
 
@@ -50,7 +50,7 @@ class FeatureJob:
     gated: bool
     """True if a feature after layer 0 tells how far."""
     seed: int = 0
-    """Of the dictionaries."""
+    """Seed of the dictionaries."""
 
     @property
     def plan(self) -> fh.Plan:

@@ -152,7 +152,7 @@ class Stops(NamedTuple):
     text: list[int]
     """Its answer."""
     value: float
-    """Of the gate at the last token that was read."""
+    """Value of the gate at the last token that was read."""
 
 
 def random_stops(ask: Ask, number: int, seed: int = 0) -> list[Stops]:

@@ -59,7 +59,7 @@ class PlannedServer(Routes):
         self.model = tiny_llama()
         self._engine: Any = None
         self.bodies: list[dict[str, Any]] = []
-        """Of the texts, as they came."""
+        """Bodies of the texts, as they came."""
         self.ignores_plans = False
         self.breaks_off = False
         self.busy = 0

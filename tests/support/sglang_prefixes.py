@@ -43,7 +43,7 @@ class Slots:
     def __init__(self, local: Local, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._rows: dict[int, tuple[bool, Any]] = {}
-        """If the request that wrote a slot has changes, and its plan if they changed this slot."""
+        """True if the writer of a slot has changes, and its plan if they changed the slot."""
         self._seen: set[int] = set()
         self.wrong: list[str] = []
         self.changed = 0

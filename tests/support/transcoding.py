@@ -27,7 +27,7 @@ class TensorOfLayer(NamedTuple):
     """Path in the layer; "" for the layer."""
     inputs: bool
     rank: int
-    """In the order of the layer's forward."""
+    """Place in the order of the layer's forward."""
 
 
 READ: Final = (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from support.engines import Job
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-"""Of chats."""
+"""Template of chats."""
 KEY = {"Authorization": "Bearer secret"}
 NEW = 10
 SEVERAL = """

@@ -49,7 +49,7 @@ class ActiveFeatures(Printed):
     """Features that texts activate most, see `active_features`. `print` and notebooks show them."""
 
     features: Sequence[FeatureActivity]
-    """By decreasing value."""
+    """Active features, by decreasing value."""
     values: Tensor
     """Their values at all tokens, (rows, positions, features), float32; 0 at padding."""
     texts: Sequence[Sequence[str]]

@@ -55,7 +55,7 @@ class DirectEffects(Printed):
     """Terms of a metric, see `direct_effects`. `print` and notebooks show the largest."""
 
     features: Sequence[FeatureEffect]
-    """Of all active features, by decreasing size of the effect."""
+    """Effects of all active features, by decreasing size."""
     sources: Effects
     """Other terms, by place and position: embeddings, the errors of the reconstructions, and the
     outputs of MLPs without a dictionary."""

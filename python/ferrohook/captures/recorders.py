@@ -182,9 +182,9 @@ class Recorders(NamedTuple):
     """Index of each name in the collector."""
     options: CaptureOptions
     collector: Collector
-    """Of a plan: the template of its requests' collectors."""
+    """Collector; of a plan, the template of its requests' collectors."""
     handles: list[HookHandle]
-    """In the order of the names."""
+    """Handles in the order of the names."""
     multipliers: dict[int, float]
     """Factors of captured tensors, by index, where they are not 1."""
     heads: dict[int, Head]

@@ -65,7 +65,7 @@ class Pieces(NamedTuple):
     """Tensors that are written as one, joined along their first dimension, without joining them."""
 
     tensors: list[Tensor]
-    """At least one, of one dtype, equal in all dimensions but the first."""
+    """Tensors, one or more, of one dtype and equal in all dimensions but the first."""
 
     @property
     def dtype(self) -> torch.dtype:

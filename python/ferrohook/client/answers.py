@@ -33,14 +33,14 @@ class ServerInfo:
     engine: str
     """ "vllm", "sglang", or "service" for one that embeds texts."""
     version: str
-    """Of the engine; of ferrohook, where that is the service."""
+    """Version of the engine, or of ferrohook where its service answers."""
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
     capture_bytes: int | None
     """Most bytes that one request may capture; None if the server does not report it."""
     modules: Mapping[str, ServedModule]
-    """By name; empty if the server does not list them."""
+    """Served modules by name; empty if the server does not list them."""
     raw: Mapping[str, Any] = dataclasses.field(repr=False)
     """JSON of the server."""
 
@@ -98,11 +98,11 @@ class Generated:
 
     text: str
     finish_reason: str | None
-    """Such as "stop" and "length"."""
+    """Reason why the text ended, such as "stop" or "length"."""
     id: str
-    """Of the request."""
+    """Id of the request."""
     token_ids: tuple[int, ...] | None
-    """Of the text, if the request asked for them (`return_token_ids=True` of vLLM)."""
+    """Token ids of the text, if the request asked for them (`return_token_ids=True` of vLLM)."""
     acts: Mapping[str, Tensor]
     """Captures by name, in order of position: (tokens, ...). The last token never runs."""
     positions: Mapping[str, Tensor]
@@ -132,7 +132,7 @@ class Embedded:
     vectors: Tensor
     """(texts, width)."""
     captures: Mapping[str, Mapping[str, Tensor]]
-    """By module, then by reduction: a number, a vector or a vector per token for each text."""
+    """Values by module, then by reduction: a number, vector or vector per token for each text."""
     counts: Mapping[str, int]
     """Calls that the request made, by module."""
     shared: int

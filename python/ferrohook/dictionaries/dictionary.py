@@ -140,7 +140,7 @@ class Dictionary:
             transcodes=transcoder,
             rounding=rounding or Rounding(),
         )
-        """How it encodes and decodes."""
+        """Encoder and decoder."""
         self.weights = StoredWeights(tensors)
         """Its tensors by name."""
         for label, place in (("reads", reads), ("writes", writes), ("name", name)):

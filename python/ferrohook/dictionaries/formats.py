@@ -40,7 +40,7 @@ class _Found(NamedTuple):
     """Contents of a dictionary's file."""
 
     weights: dict[str, Tensor]
-    """By the names that `Dictionary` takes."""
+    """Weights by the names that `Dictionary` takes."""
     options: dict[str, Any]
     """Other arguments of `Dictionary`, without places."""
     reads: str | None = None
@@ -450,7 +450,7 @@ _CLASSES: Final[Mapping[str, tuple[Mapping[str, str], bool, Mapping[str, Any]]]]
         {"activation": "jumprelu", "apply_b_dec_to_input": True},
     ),
 }
-"""By class: names of the weights, True if the matrices are transposed, and options."""
+"""Names of the weights, True if the matrices are transposed, and options, by class."""
 _EXTRA: Final = {
     "AutoEncoderTopK": ("k", "threshold"),
     "BatchTopKSAE": ("k", "threshold"),

@@ -73,7 +73,7 @@ class Routing(NamedTuple):
     """None if the module does not return them."""
     rule: RoutingRule | None = None
     reason: str = ""
-    """Why there is no rule."""
+    """Reason why there is no rule."""
     factor: float = 1.0
     """Factor of the experts' output, which the module's weights do not contain."""
 

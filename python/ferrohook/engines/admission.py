@@ -41,7 +41,7 @@ class ReadPlan(NamedTuple):
     used: dict[str, str]
     """Digests of the uploads that it names."""
     digest: str
-    """Of text and uploads."""
+    """Digest of text and uploads."""
 
     @property
     def captures(self) -> bool:

@@ -51,7 +51,7 @@ class WatchedRows:
         self._spans = spans
         self._rows: dict[torch.device, Tensor] = {}
         self._found: list[tuple[str, list[str], Tensor]] = []
-        """For each tensor with bad numbers its name, the owners of rows and bools of these."""
+        """Tensors with bad numbers: name, owners of the rows, and bools of the rows."""
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
     def _rows_on(self, device: torch.device) -> Tensor:

@@ -80,7 +80,7 @@ class TextEnd(NamedTuple):
     """End of a text, which its client knows: a stop string ends it there."""
 
     number: int
-    """Of its prompt."""
+    """Number of its prompt."""
     ids: list[int]
     """Generated tokens."""
     tokens: int
@@ -103,7 +103,7 @@ class _StoredPrompt(NamedTuple):
     described: list[Tensor]
     """Token, position and text of each row."""
     rows: Mapping[str, Tensor]
-    """By captured value."""
+    """Rows by captured value."""
 
 
 class Harvest:

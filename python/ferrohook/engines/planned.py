@@ -34,7 +34,7 @@ BACK_END: Final = BackEnd(
         "stop": "stop=True would end the forward for other requests",
     },
 )
-"""Of engines whose plans need not cross processes."""
+"""Back end of engines whose plans need not cross processes."""
 
 
 NO_PATTERN: Final = (

@@ -35,7 +35,7 @@ class Result(NamedTuple):
     """Activations and failure of a request."""
 
     acts: ActivationCache
-    """In order of position: tensors of (positions, ...)."""
+    """Activations in order of position: tensors of (positions, ...)."""
     error: BaseException | None
 
 
@@ -56,7 +56,7 @@ class EngineRequest:
     """A request that has a plan, until the engine has forgotten it."""
 
     name: str
-    """As the steps call it."""
+    """Name that the steps use."""
     prepared: Prepared | None = None
     """Its plan, rewritten; None if it could not be opened."""
     prompt_length: int = 0
@@ -92,7 +92,7 @@ class EngineRequest:
     """True if it has to run again and has not begun: steps that were scheduled before do not
     count."""
     error: BaseException | None = dataclasses.field(init=False, default=None)
-    """Why its plan failed."""
+    """Failure of its plan."""
     valid: int = dataclasses.field(init=False, default=0)
     """Tokens of its answer before the step in which it failed."""
     gate_stream: GateStream | None = dataclasses.field(init=False, default=None)

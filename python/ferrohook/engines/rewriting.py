@@ -59,12 +59,12 @@ EAGER: Final = BackEnd(
     _KEPT | CHANGES | GATES | {"features", "inputs", "output_index", "route", "transcoder"},
     _CROSSING,
 )
-"""Of engines that evaluate Python in each step."""
+"""Back end of engines that evaluate Python in each step."""
 COMPILED: Final = BackEnd(
     EAGER.serves - {"inputs", "output_index", "route"},
     _CROSSING | {"inputs": _NO_INPUTS, "output_index": _NO_INPUTS, "route": _NO_ROUTES},
 )
-"""Of engines whose graphs have sites."""
+"""Back end of engines whose graphs have sites."""
 
 
 def rewritten(plan: Plan, modules: ModuleTable) -> Plan:

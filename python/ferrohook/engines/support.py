@@ -22,7 +22,7 @@ class Capabilities:
 
     engine: str
     version: str
-    """Of the installed engine."""
+    """Version of the installed engine."""
     tried: tuple[str, ...]
     """Releases that the adapter was tried with: "0.32" for each 0.32.x, "0.5.23" for only that."""
     served: tuple[str, ...]

@@ -44,7 +44,7 @@ class Captured(NamedTuple):
     """Activations of one request."""
 
     acts: dict[str, Tensor]
-    """By name, in order of position: (tokens, ...)."""
+    """Activations by name, in order of position: (tokens, ...)."""
     positions: dict[str, Tensor]
     """Position in the request of each row, by name."""
 

@@ -59,7 +59,7 @@ class WrittenRows(NamedTuple):
 
     tensor: Tensor
     places: Tensor
-    """For each row the place in the first dimension, such as a block."""
+    """Index in the first dimension, such as a block, for each row."""
     slots: tuple[int, Tensor] | None = None
     """Dimension of the rows in a place, and for each row the index in it; None if it has one."""
 
@@ -118,7 +118,7 @@ class EngineWorker:
         self._capabilities = capabilities
         self._dim = dim
         self._other_dims: Mapping[nn.Module, int] = {}
-        """That of modules where it is another."""
+        """Dimension of the rows in modules where it differs."""
         self.refusal = "the model is not loaded"
         """Reason why no plan is served, while `served` is None."""
         self.served: ServedModel | None = None
@@ -132,9 +132,9 @@ class EngineWorker:
         self._in_step: list[tuple[EngineRequest, Span]] = []
         """Requests of the settled step, and their rows."""
         self._sampled: list[tuple[EngineRequest, Span]] = []
-        """Those with gates that read logits, and their rows among the step's rows of logits."""
+        """Requests with gates that read logits, and their rows among the step's rows of logits."""
         self._drawn: list[tuple[EngineRequest, Span]] = []
-        """Those whose plans may change logits, and their rows among the step's rows of logits."""
+        """Requests whose plans may change logits, and their rows among the step's logits."""
         self._sampling = 0
         """Number of the step's rows of logits: one for each request and each draft."""
         self._drafts: Mapping[str, Collection[int]] = {}

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 By: TypeAlias = 'Literal["max", "min", "mean", "last"]'
-"""How readings become one value."""
+"""Reduction of readings to one value."""
 Over: TypeAlias = 'Literal["token", "prompt", "so_far"] | Window | Ema'
-"""Which readings the value at a token is made of."""
+"""Readings that make up the value at a token."""
 
 _BY: Final = ("max", "min", "mean", "last")
 _OVER: Final = ("token", "prompt", "so_far")

@@ -134,7 +134,7 @@ class JoinedReading:
     def __init__(self, readings: Sequence[Reading]) -> None:
         self._first = first = readings[0]
         self._tables: dict[str, Tensor] = {}
-        """For each field, a value for each of the readings; none if the readings are equal."""
+        """Values of each field, one for each reading; none if the readings are equal."""
         self._on_device: dict[torch.device, Reading] = {}
         """Reading that has the tables in place of its fields, by device."""
         names = [field.name for field in dataclasses.fields(first)]

@@ -21,7 +21,7 @@ class GateStream:
 
     def __init__(self) -> None:
         self._noted: dict[str, dict[int, float]] = {}
-        """By gate and position."""
+        """Values by gate and position."""
         self._next: dict[str, int] = {}
         """First position that was not taken yet, by gate."""
 

@@ -70,11 +70,11 @@ class Place(NamedTuple):
     stream_factor: float | None = 1.0
     """Factor of this contribution in the stream after the last block; None if it is no term."""
     routing: Routing | None = None
-    """For ids of experts, where their module returns them and their weights."""
+    """Parts where a module returns ids of experts and their weights, for such ids."""
     experts: int | None = None
-    """For ids of experts, their number; None if it is not known."""
+    """Number of experts, for their ids; None if it is not known."""
     time: int | None = None
-    """When the observed forward passed it; None if it is not known."""
+    """Time at which the observed forward passed it; None if it is not known."""
 
     @property
     def title(self) -> str:
@@ -99,7 +99,7 @@ class HookGroup(NamedTuple):
     phase: Phase
     hook: Any
     modules: dict[str, nn.Module]
-    """By the names of modules and quantities."""
+    """Modules by the names of modules and quantities."""
     options: dict[str, Any]
 
 

@@ -123,7 +123,7 @@ class HookEntry(PlanEntry):
     phase: Phase
     options: dict[str, Any]
     reads: TranscoderInput | None = None
-    """Where the features are read that it changes, of a transcoder; None for any other hook.
+    """Place where a transcoder's changed features are read; None for any other hook.
 
     The place that the dictionary names; engines rewrite it for their modules, like `what`."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ferrohook.plans.entries import PlanEntry
 
 CHANGES: Final = frozenset({"add", "change"})
-"""Of interventions: one that adds its vector, and any other."""
+"""Needs of interventions: one that adds its vector, and any other."""
 _HOOKS: Final = {
     *("inputs", "native detector", "not finite", "python", "route", "table", "trained"),
     "transcoder",
@@ -23,7 +23,7 @@ _OF_KEEP: Final = {
 }
 _BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
 GATES: Final = frozenset({"gate", "stop when", "strength", "when"})
-"""Of gates: one that reads, hooks that depend on one or have a strength, and ends of requests."""
+"""Needs of gates: reading, hooks that depend on one or have a strength, ends of requests."""
 NEEDS: Final = CHANGES | GATES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
 """Every feature that an entry can need: option names, changes of interventions, and features that
 follow from an option's value. A slice that does not keep all rows in place needs `cut rows`."""

@@ -458,7 +458,7 @@ class Request(RequestBase, Scope):
     prompt: Sequence[int] = ()
     """The numbers of tokens of its prompts that it was opened with; none if it was not."""
     stacklevel = 2
-    """Of its warnings: the frame that leaves it."""
+    """Stack level of its warnings: the frame that leaves it."""
 
     @property
     def acts(self) -> ActivationCache:

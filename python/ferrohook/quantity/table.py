@@ -36,7 +36,7 @@ class Quantity:
     """A named tensor of a computation, at a place that an equation proves."""
 
     name: str
-    """As selectors take it, `@resid_post.12`."""
+    """Name as selectors take it, `@resid_post.12`."""
     path: str
     """Module that takes or returns it."""
     phase: str
@@ -48,7 +48,7 @@ class Quantity:
     multiplier: float
     """Factor of the tensor there: the quantity is `multiplier * tensor`."""
     shape: tuple[int, ...]
-    """In the call that was examined."""
+    """Shape in the call that was examined."""
     dimensions: tuple[str, ...]
     """Names of the dimensions: batch, tokens, width and others."""
     writable: bool
@@ -60,11 +60,11 @@ class Quantity:
     """Factor of the quantity in the stream after the last block, where the stream is multiplied on
     the way; None if it is no term of that stream, or passes a norm before."""
     routing: Routing | None = None
-    """For ids of experts, where a module returns them and their weights, for a `Route`."""
+    """Parts where a module returns ids of experts and their weights, for a `Route`."""
     experts: int | None = None
-    """For ids of experts, their number; None if it is not known."""
+    """Number of experts, for their ids; None if it is not known."""
     time: int | None = None
-    """When the examined call passed it, counted in starts and ends of modules' calls;
+    """Time at which the examined call passed it, counted in starts and ends of modules' calls;
     None inside an attention module."""
 
     @property

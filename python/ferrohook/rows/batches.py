@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.rows.sites import Sites
 
     Span: TypeAlias = tuple[Any, int, int, int, int]
-    """Of a request in a step: any, first row, rows, first position, length of the prompt."""
+    """Span of a request in a step: any, first row, rows, first position, length of the prompt."""
 
 RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""

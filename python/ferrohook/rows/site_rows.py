@@ -49,7 +49,7 @@ class Program:
     vectors: Tensor
     """A row for each site: (sites, width)."""
     others: list[dict[int, Intervention]]
-    """For each kind of the sites, its interventions by site."""
+    """Interventions by site, for each kind of the sites."""
     changes: list[tuple[At, list[int]]]
     """Positions, and the sites that are changed at them."""
     kept: list[Kept]

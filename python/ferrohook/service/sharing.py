@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 In = TypeVar("In")
 
 BACK_END: Final = BackEnd(NEEDS - {"gradients", "python", "stop"}, {})
-"""Of forwards that requests share: others are served separately."""
+"""Back end of forwards that requests share: others are served separately."""
 
 
 def consecutive(tickets: Iterable[WaitingRequest[In]]) -> dict[WaitingRequest[In], slice]:

@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
     after: Any = None
     """The sequences of the call, if they may have a KV cache."""
     number: int = 0
-    """Of its sequences: calls with the same one run tokens of the same sequences."""
+    """Id of its sequences: calls with the same one run tokens of the same sequences."""
     cache: Any = None
     """The KV cache that the call was given."""
 

@@ -58,11 +58,11 @@ class TokenStack(NamedTuple):
     """Module that takes tokens."""
 
     name: str
-    """Of its class, for errors."""
+    """Name of its class, for errors."""
     parameters: tuple[str, ...]
     """Names of the parameters of its forward."""
     prefix: str
-    """Of the names of its tokens."""
+    """Prefix of the names of its tokens."""
     inner: bool
     """True if a module around it may give it its own tokens."""
     encoder: bool
@@ -226,7 +226,7 @@ class _Sequence(NamedTuple):
     """See `Tokens`."""
     batch: int
     memory: StorageWeakRef | None = None
-    """Of the keys after the call: others once rows were chosen, reordered or repeated."""
+    """Memory of the keys after the call; it changes when rows are chosen, reordered or repeated."""
 
     def of_other_rows(self, batch: int) -> _Sequence:
         """Returns the facts common to all rows, for rows chosen from these."""
@@ -246,7 +246,7 @@ class _GenerateCall(NamedTuple):
 
     columns: int
     mask: Tensor | None
-    """Which columns are no padding; None for all."""
+    """Mask of the columns without padding; None for all."""
     lengths: Tensor | None
     """Tokens of the prompts; None if they are not known."""
     use_cache: bool
@@ -255,7 +255,7 @@ class _GenerateCall(NamedTuple):
     beams: bool
     """True if rows change hands between its calls."""
     number: int
-    """Of its sequences, if they have no cache, or one that drafts are run with too."""
+    """Id of its sequences, if they have no cache or share it with drafts."""
     has_run: bool = False
     """True if this is not its first call of the model."""
 

@@ -57,7 +57,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._complete: dict[int, torch.cuda.Event] = {}
-        """After the newest copy from each GPU, which complete in their order."""
+        """Events after the newest copy from each GPU; copies complete in their order."""
 
     def finish(self) -> None:
         """Waits until all copies are complete."""

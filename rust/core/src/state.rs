@@ -197,7 +197,7 @@ impl HookState {
         self.enter_unless(REMOVED | DISABLED, inside)
     }
 
-    /// As `enter`, for a disabled hook too.
+    /// Enters as `enter` does, a disabled hook too.
     pub(crate) fn enter_disabled<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
         self.enter_unless(REMOVED, inside)
     }

@@ -44,7 +44,7 @@ pub struct Registry {
     errors: AtomicU64,
 }
 
-/// Which calls a hook fires in, and which line registered it.
+/// Calls that a hook fires in, and the line that registered it.
 pub struct Audience<'a, 'py> {
     /// The calls in contexts that entered this scope; None: all calls.
     scope: Option<&'a ScopeArg<'py>>,

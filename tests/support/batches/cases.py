@@ -154,7 +154,7 @@ class Event:
     whose: int | str
     hook: Hook | None = None
     thread: bool = False
-    """On a thread that is joined at once."""
+    """True on a thread that is joined at once."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Call:
     moved: tuple[Any, ...] | None = None
     """Positions that the batch moves to."""
     way: str = "before"
-    """Where it moves: `before` the call, in a `hook` on the model, or on a `thread`."""
+    """Time of the move: `before` the call, in a `hook` on the model, or on a `thread`."""
     told: bool = False
     """Moves with the lengths of the prompts, which the requests remember."""
     wrong: str | None = None
@@ -201,10 +201,10 @@ class Step:
     sized: bool = True
     positions: tuple[Any, ...] | None = None
     late: str | None = None
-    """Where `move` sets the first positions, `made` or `entered`; None if `fh.batch` does."""
+    """Time when `move` sets the first positions, `made` or `entered`; None if `fh.batch` does."""
     gathered: tuple[int, ...] | None = None
     form: str = "tensor"
-    """How `gathered` is handed over: `tensor`, `callable`.
+    """Form in which `gathered` is passed: `tensor`, `callable`.
 
     Or a function whose index is wrong: `far` has a row that the batch has not, `long` one too many.
     """

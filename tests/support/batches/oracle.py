@@ -94,7 +94,7 @@ class Placed:
     """The function that it calls: requests of one plan share it."""
     removed: bool = False
     before: int | None = 0
-    """Of a gate: greatest priority of the plan's hooks at its place, None if there are none."""
+    """Greatest priority of the plan's hooks at a gate's place, None if there are none."""
 
     @property
     def key(self) -> tuple[float, ...]:
@@ -120,7 +120,7 @@ class Owner:
     expired: bool = False
     gates: dict[str, Gate] = field(default_factory=dict)
     readings: dict[Any, dict[int, float]] = field(default_factory=dict)
-    """By the gate and the sequence, the first reading of each position."""
+    """First reading of each position, by the gate and the sequence."""
     spoiled: set[int] = field(default_factory=set)
     """Captures that may have taken the refused result of the member's own hook."""
     short: bool = False
@@ -224,7 +224,7 @@ class Oracle:
         """Comparisons with the product that held."""
         self.size = 0
         self.positions: tuple[Any, ...] | None = None
-        """Of the batch's rows, in its running call."""
+        """Positions of the batch's rows in its running call."""
         self.live: dict[int, tuple[int, ...]] = {}
         self.entered: list[Owner] = []
 

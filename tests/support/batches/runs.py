@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 REFUSALS = (fh.errors.RowsError, fh.HookTypeError, ValueError, TypeError)
 OWN = str(Path(fh.__file__).parent)
-"""Only here interrupts come: whether torch's functions run depends on its caches."""
+"""Folder in which interrupts come; whether torch's functions run depends on its caches."""
 
 
 class WrongBatchError(AssertionError):
@@ -128,7 +128,7 @@ class Run:
         self.globals: list[Any] = []
         self.open: list[Any] = []
         self.failures: dict[int, BaseException] = {}
-        """What `fail` was called with."""
+        """Errors that `fail` was called with."""
         self.stack = contextlib.ExitStack()
         if case.sites:
             self.stack.enter_context(

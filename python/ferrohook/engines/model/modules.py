@@ -74,7 +74,7 @@ class ModuleInfo:
     dim: int = 0
     """Dimension of the rows in its tensors."""
     start: int = 0
-    """When its call starts in the observed forward, counted in starts and ends of calls."""
+    """Start of its call in the observed forward, counted in starts and ends of calls."""
     end: int = 0
     proof: Mapping[str, str | None] | None = None
     """Reason why a form of plan is refused, by form (None: it passed); None before a self-test."""
@@ -174,7 +174,7 @@ class NamedTensors:
     heads: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Number and width of the heads of quantities with heads side by side, by name."""
     logits: SampledLogits | None = None
-    """For gates; None if they cannot read logits."""
+    """Logits for gates; None if gates cannot read them."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -576,9 +576,9 @@ class CapturedValue(NamedTuple):
     """A tensor that a request captures."""
 
     name: str
-    """In the engine's answer."""
+    """Name in the engine's answer."""
     place: str
-    """In the request's activations."""
+    """Key in the request's activations."""
     heads: tuple[int, int] | None
     """Number and width of heads, which get separate dimensions."""
 

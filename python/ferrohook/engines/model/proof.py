@@ -107,7 +107,7 @@ class _EagerRows(NamedTuple):
     end: Tensor
     """Row of the last module at the point's position."""
     width: int
-    """Of its vectors, of which a row may have several: heads, for example."""
+    """Width of its vectors; a row may have several, one for each head, say."""
     dtype: torch.dtype
 
     @property

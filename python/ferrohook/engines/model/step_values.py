@@ -40,7 +40,7 @@ class StepCall(NamedTuple):
     kwargs: dict[str, Any]
     output: Any
     start: int
-    """When it started, counted in starts and ends of calls."""
+    """Time of its start, counted in starts and ends of calls."""
     end: int
 
     def value(self, *, inputs: bool, by_keyword: bool = False) -> Any:

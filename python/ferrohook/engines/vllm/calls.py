@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _METHOD: Final = "ferrohook_call"
-"""Of `WorkerWrapperBase`."""
+"""Method of `WorkerWrapperBase`."""
 _PATIENCE: Final = 1.0
 """Seconds between looks at an engine that has not answered."""
 _CAPTURES: Final = Counter("ferrohook_captures", "Captures fetched by clients")

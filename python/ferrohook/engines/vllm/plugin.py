@@ -62,7 +62,7 @@ _PROCESSOR: Final = "v1.engine.input_processor.InputProcessor.process_inputs"
 _WORKER: Final = "v1.worker.worker_base.WorkerWrapperBase.init_device"
 _OUTPUTS: Final = "v1.engine.output_processor.OutputProcessor"
 _ENDS: Final = re.compile(r'"finish_reason": ?"|"error":|^data: \[DONE\]')
-"""In the event of a stream after which captures may be fetched; text has its quotes escaped."""
+"""Event of a stream after which captures may be fetched; text has its quotes escaped."""
 _OPENAI: Final = "entrypoints.openai"
 _SERVED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Routes whose plans come to the engine."""

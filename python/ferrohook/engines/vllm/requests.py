@@ -69,13 +69,13 @@ class CapturingRequest:
     key: str
     """Name of the captures in the worker; random, so that no other request has it."""
     request_id: str
-    """Of the client's request, over HTTP of its response, and not unique: clients choose it."""
+    """Id of the client's request or HTTP response. Clients choose it: it is not unique."""
     choice: int
     """Index of the answer in the response."""
     token: str | None
     """Secret of the client that sent the request over HTTP."""
     engine_id: str | None = None
-    """Of the engine, once it is on its way there."""
+    """Id in the engine, once the request is on its way there."""
     tokens: int | None = None
     """Tokens of prompt and answer, once it is finished."""
     error: str | None = None
@@ -130,7 +130,7 @@ class FrontEnd:
         self._needs_token = serves and not options.captures_by_id
         self._lock = threading.Lock()
         self._tickets: dict[tuple[str, int], list[CapturingRequest]] = {}
-        """By the client's id and the index of the answer."""
+        """Requests by the client's id and the index of the answer."""
         self._by_key: dict[str, CapturingRequest] = {}
         self._running: dict[str, CapturingRequest | None] = {}
         """Tickets of the requests with a plan that the engine has, by its ids; None without one."""

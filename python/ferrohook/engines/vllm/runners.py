@@ -27,13 +27,13 @@ class StepReport(NamedTuple):
     """Results of a step for requests with a plan, by their ids."""
 
     failed: dict[str, str]
-    """Those whose plans failed, and why."""
+    """Requests whose plans failed, with the reason."""
     stopped: dict[str, Stopped]
-    """Those that a `stop` of their plans ended, perhaps at a draft."""
+    """Requests that a `stop` of their plans ended, perhaps at a draft."""
     gates: dict[str, GateValues]
     """Values of gates that clients read along, of drafts too."""
     retried: set[str]
-    """Those that have to run again, as if the step had not been."""
+    """Requests that have to run again, as if the step had not been."""
 
 
 NO_REPORT: Final = StepReport({}, {}, {}, set())

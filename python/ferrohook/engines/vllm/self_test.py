@@ -271,7 +271,7 @@ class _Known:
     fails: bool = False
     """The worker fails it, as vectors of its plan are gone."""
     key: str = ""
-    """Of its captures."""
+    """Key of its captures."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     acts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     every_rank: bool = False

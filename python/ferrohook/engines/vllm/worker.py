@@ -98,7 +98,7 @@ class RunnerWorker(EngineWorker):
         self.options = VllmOptions()
         self._ranks: Ranks | None = None
         self._uploads: dict[str, Upload] = {}
-        """By digest."""
+        """Uploads by digest."""
         self._names: dict[str, str] = {}
         """Digests of the uploads, by name."""
         self._finished: OrderedDict[str, EngineRequest] = OrderedDict()

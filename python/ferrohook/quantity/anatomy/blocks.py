@@ -43,7 +43,7 @@ class StreamStep(NamedTuple):
     terms: tuple[int, ...]
     """Values of the contributions; none for a norm."""
     multipliers: tuple[float, ...]
-    """Of the stream and of the contributions."""
+    """Multipliers of the stream and of the contributions."""
     norm: str | None = None
     """Path of a norm."""
 

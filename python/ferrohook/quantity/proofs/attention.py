@@ -29,7 +29,7 @@ class FoundHeads(NamedTuple):
     """Quantities found inside one attention module."""
 
     inside: tuple[Proved, ...]
-    """By names of kinds, such as `q`."""
+    """Proofs by names of kinds, such as `q`."""
     missing: Mapping[str, str]
     """Reasons of kinds that are not proved, by name."""
 

@@ -58,9 +58,9 @@ class _Chosen(NamedTuple):
 
     path: str
     parts: list[Any]
-    """Of the module's input."""
+    """Parts of the module's input."""
     sites: tuple[ObservedTensor, ...]
-    """Where hooks see them."""
+    """Places where hooks see them."""
     shape: tuple[int, ...]
     experts: int
     """Number of the experts, as far as tokens take them."""

@@ -30,9 +30,9 @@ class Proved:
     stream_factor: float | None = None
     """Factor of the quantity in the stream after the last block; None if it is not a term of it."""
     routing: Routing | None = None
-    """For ids of experts, where their module returns them and their weights."""
+    """Parts where a module returns ids of experts and their weights, for such ids."""
     experts: int | None = None
-    """For ids of experts, their number; None if it is not known."""
+    """Number of experts, for their ids; None if it is not known."""
 
 
 @dataclasses.dataclass

@@ -71,7 +71,7 @@ class Weighed(NamedTuple):
     numbers: Tensor
     """(positions, chosen experts)."""
     weights: Tensor
-    """Of the same shape."""
+    """Weights, of the same shape."""
     sites: tuple[ObservedTensor, ObservedTensor] | None = None
     """Numbers and weights among the module's arguments; None if it takes them in another form."""
 

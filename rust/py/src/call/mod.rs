@@ -71,7 +71,7 @@ pub enum NextHook<'s, 'py> {
     Own(Owned<'s, 'py>),
     /// Hooks of others, in a gap.
     Others(&'s dyn Between<'py>, usize),
-    /// In a repeat: what stands for a hook.
+    /// Stand-in for a hook in a repeat.
     Again(&'s PhaseRun<'py>, usize),
 }
 
@@ -264,7 +264,7 @@ impl<'py> Call<'_, 'py> {
         self.forward_pre_seen(hooks, target, |_, _, _| Ok(()))
     }
 
-    /// As [`Self::forward_pre`]; `seen` gets each hook that ran, the call, and true if the hook replaced
+    /// Does as [`Self::forward_pre`]; `seen` gets each hook that ran, the call, and true if the hook replaced
     /// the arguments.
     pub fn forward_pre_seen<'s>(
         &mut self,
@@ -361,7 +361,7 @@ impl<'py> Call<'_, 'py> {
         self.forward_seen(hooks, output, |_, _| ())
     }
 
-    /// As [`Self::forward`]; `seen` gets each hook, and the output if it replaced that.
+    /// Does as [`Self::forward`]; `seen` gets each hook, and the output if it replaced that.
     #[expect(
         clippy::inline_always,
         reason = "the walk itself, which is compiled for those who see nothing"

@@ -28,7 +28,7 @@ struct JoinOrder {
 }
 
 impl JoinOrder {
-    /// Of tokens that ran twice, the last one counts.
+    /// Joins calls; of tokens that ran twice, the last one counts.
     fn of(calls: &[&TokenPositions]) -> Self {
         let tokens = calls.iter().flat_map(|call| call.tokens()).enumerate();
         let mut found: Vec<_> = tokens.filter_map(|(row, it)| Some((it?, row))).collect();

@@ -66,10 +66,10 @@ pub fn taken<'py>(
     })
 }
 
-/// How a value was stored.
+/// Form in which a value was stored.
 pub struct Keep {
     serial: u64,
-    /// For each tensor, whether its gradient comes from the graph at hand; empty without gradients.
+    /// True for each tensor whose gradient comes from the graph at hand; empty without gradients.
     tapped: Vec<bool>,
 }
 

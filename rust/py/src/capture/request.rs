@@ -179,7 +179,7 @@ pub struct Source {
     pub place: CapturePlace,
 }
 
-/// Where a recorder finds its collector and its tokens.
+/// Collector and token source of a recorder.
 #[derive(FromPyObject, Default)]
 pub struct CapturePlace {
     /// Index among the captures of a plan; None for a capture outside of plans.

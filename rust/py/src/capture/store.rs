@@ -22,7 +22,7 @@ pub struct KeptTensor {
     pub gradient: Option<Gradient>,
     /// True if autograd recorded it, so that a gradient may come.
     pub recorded: bool,
-    /// For readers on other streams, of what one of them made; the others know of the call.
+    /// Order of values that readers on other streams made; the others know of the call.
     pub order: StreamOrder,
 }
 
@@ -107,7 +107,7 @@ pub struct KeptRows {
     pub dim: usize,
     /// Number of rows of the tensors that have them.
     pub size: usize,
-    /// For each tensor of the value, true if it has them.
+    /// True for each tensor of the value that has them.
     pub covered: Arc<[bool]>,
 }
 
@@ -205,7 +205,7 @@ impl<'py> View<'py> {
         }
     }
 
-    /// As [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have it too.
+    /// Returns [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have it too.
     fn apart(&self) -> PyResult<Bound<'py, PyAny>> {
         match &self.rows {
             Some(rows) => rows.narrow(&self.stored, copied),
@@ -278,7 +278,7 @@ enum Fate {
 pub struct Replacing {
     /// Number of the oldest values that go.
     oldest: usize,
-    /// Of the values after them, in order; the rest stays.
+    /// Fates of the values after them, in order; the rest stays.
     fates: Vec<Fate>,
     /// Number of calls with no token left in the value.
     dropped: usize,

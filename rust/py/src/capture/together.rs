@@ -146,7 +146,7 @@ struct MemberCapture<'py> {
     /// True if it is a selection of the members' rows, one member after the other.
     selected: bool,
     size: usize,
-    /// For each tensor, true if it has rows of the batch.
+    /// True for each tensor that has rows of the batch.
     covered: Arc<[bool]>,
 }
 

@@ -299,7 +299,7 @@ impl PhaseLog {
 /// Second run of a phase.
 pub struct Replay {
     pub log: Arc<PhaseLog>,
-    /// For each hook of the whole call, and for the end: number of those before it that run again.
+    /// Number of hooks before it that run again, for each hook of the whole call and for the end.
     pub places: Vec<usize>,
     /// Hooks of the whole call for which something else runs, before the hook with a number.
     pub again: Vec<(usize, usize)>,
@@ -314,7 +314,7 @@ pub struct PhaseRun<'py> {
     module: Bound<'py, PyAny>,
     /// Log that is written, for the open regions.
     record: Option<Arc<PhaseLog>>,
-    /// In a repeat: the log that is followed.
+    /// Log that a repeat follows.
     replay: Option<Replay>,
     /// Frames that have their former state until the phase ends.
     restored: Vec<Bound<'py, Frame>>,

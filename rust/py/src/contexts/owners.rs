@@ -15,7 +15,7 @@ use crate::hooks::hook::Hook;
 pub struct Owned<'a, 'py> {
     pub entry: &'a Entry<Hook>,
     pub owner: Option<&'a Bound<'py, Frame>>,
-    /// In a checkpointed forward or its repeat: the run of the phase.
+    /// Run of the phase in a checkpointed forward or its repeat.
     pub run: Option<&'a PhaseRun<'py>>,
 }
 
@@ -61,7 +61,7 @@ enum Owners<'py> {
     Global,
     One(Bound<'py, Frame>),
     Many(Box<MergedHooksOfFrames<'py>>),
-    /// In a checkpointed forward or its repeat, with the run of the phase.
+    /// Hooks of a checkpointed forward or its repeat, with the run of the phase.
     Logged(Box<(MergedHooksOfFrames<'py>, Rc<PhaseRun<'py>>)>),
 }
 
@@ -86,7 +86,7 @@ impl<'py> Firing<'py> {
         }
     }
 
-    /// These hooks, in this order, each with its owner.
+    /// Makes them of hooks in this order, each with its owner.
     pub fn of(hooks: Vec<KeptHook<'py>>) -> Self {
         let numbers = (0..hooks.len()).collect();
         let (entries, owners) = hooks.into_iter().unzip();
@@ -119,7 +119,7 @@ impl<'py> Firing<'py> {
         }
     }
 
-    /// In a checkpointed forward or its repeat: the run of the phase.
+    /// Returns the run of the phase in a checkpointed forward or its repeat.
     pub fn run(&self) -> Option<&Rc<PhaseRun<'py>>> {
         match &self.owners {
             Owners::Logged(logged) => Some(&logged.1),

@@ -31,7 +31,7 @@ pub struct ScopedHooks {
 }
 
 impl ScopedHooks {
-    /// Also returns registries that nothing uses any more, to be dropped with no lock held.
+    /// Makes it; also returns registries that nothing uses any more, to drop with no lock held.
     fn new(Scoped(module): &Scoped, others: &Registry<Hook>) -> (Self, Registries) {
         let hooks: Arc<Registry<Hook>> = Arc::default();
         let mut registries = module.lock();

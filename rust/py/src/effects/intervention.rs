@@ -264,9 +264,9 @@ pub struct Change<'a, 'py> {
     pub intervention: &'a Bound<'py, InterventionBase>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
-    /// Where it changes; with the arguments of the call.
+    /// Mask of its changes, with the arguments of the call.
     pub mask: Option<(&'a Mask, CallArguments<'a, 'py>)>,
-    /// How much it changes; None: all the way.
+    /// Strength of its changes; None: all the way.
     pub strength: Option<&'a Strength<'a, 'py>>,
 }
 

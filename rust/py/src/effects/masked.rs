@@ -84,7 +84,7 @@ impl MaskedHook {
     }
 }
 
-/// Where a hook changes a value, and how much.
+/// Extent of a hook's change: tokens and strength.
 struct Extent<'a, 'py> {
     /// None: everywhere.
     mask: Option<Arc<Mask>>,
@@ -367,7 +367,7 @@ impl Joint for JointConditional {
     }
 }
 
-/// How much of a change is made, token by token.
+/// Share of a change that is made, token by token.
 struct Blend<'py> {
     tokens: JoinedTokens<'py>,
     /// True for tokens that are changed; None: all are.

@@ -9,7 +9,7 @@ use pyo3::types::PyString;
 use crate::rows::at::At;
 use crate::rows::places::Position;
 
-/// Which readings a value is made of.
+/// Readings that make up a value.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Over {
     Token,
@@ -20,7 +20,7 @@ pub enum Over {
     Ema(f64),
 }
 
-/// How readings become one value.
+/// Reduction of readings to one value.
 #[derive(Clone, Copy, PartialEq)]
 pub enum By {
     Max,
@@ -84,7 +84,7 @@ fn as_float(count: usize) -> f64 {
     count as f64
 }
 
-/// How a gate makes values of its readings.
+/// Rule by which a gate makes values of its readings.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct GateAggregation {
     pub name: Arc<str>,
@@ -92,7 +92,7 @@ pub struct GateAggregation {
     pub at: Option<At>,
     pub over: Over,
     pub by: By,
-    /// How many tokens before a token its value is taken; 0: there.
+    /// Number of tokens before a token at which its value is taken; 0: there.
     pub lag: i64,
     /// True if the tokens that it reads depend on the length of the prompt.
     pub counts_from_prompt: bool,

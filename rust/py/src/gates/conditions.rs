@@ -190,7 +190,7 @@ struct Ramp {
     end: f64,
 }
 
-/// How much of a change is made at some tokens.
+/// Shares of a change that are made at some tokens.
 pub enum Strengths<'py> {
     /// All of it, or the hook's own strength.
     Constant,
@@ -219,7 +219,7 @@ impl<'py> Strengths<'py> {
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct TokenChoice {
     when: Option<Condition>,
-    /// With Python's ramp.
+    /// Ramp that it follows, with Python's.
     follows: Option<(Ramp, Py<PyAny>)>,
 }
 

@@ -34,7 +34,7 @@ pub struct RowReadings {
 pub struct Counted {
     pub positions: Vec<Position>,
     pub readings: Vec<f64>,
-    /// For each value the number of readings up to its token, 0 if it is unknown.
+    /// Number of readings up to the token of each value, 0 if it is unknown.
     pub counts: Vec<usize>,
 }
 

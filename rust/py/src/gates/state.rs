@@ -19,9 +19,9 @@ use crate::rows::places::Position;
 /// Calls without a common KV cache whose readings a request stores for each gate.
 const MOST_SEQUENCES: usize = 64;
 
-/// Why a gate has no value.
+/// Reason why a gate has no value.
 pub enum Failure {
-    /// It has not read the tokens yet that the value depends on.
+    /// The gate has not read the tokens yet that the value depends on.
     Unread(PyErr),
     Error(PyErr),
 }
@@ -56,9 +56,9 @@ type Rows = FxHashMap<usize, RowReadings>;
 
 #[derive(Default)]
 struct State {
-    /// By the name of the gate and the id of the sequences; the last used one is last.
+    /// Rows by the name of the gate and the id of the sequences; the last used one is last.
     gates: FxHashMap<Arc<str>, Vec<(u64, Rows)>>,
-    /// By the id of the sequences and the row.
+    /// Stops by the id of the sequences and the row.
     stopped: FxHashMap<(u64, usize), Stopped>,
 }
 

@@ -37,13 +37,13 @@ pub struct Turn<'a, 'py> {
     pub value: &'a Bound<'py, PyAny>,
     /// Gradient of the output, in the phase `backward`.
     pub grad_output: Option<&'a Bound<'py, PyAny>>,
-    /// In a checkpointed forward: takes what its repeat does in place of a hook that only observes.
+    /// Takes, in a checkpointed forward, its repeat's stand-in for a hook that only observes.
     pub again: Option<&'a dyn Fn(Arc<dyn Again>)>,
     /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
     /// The owner, a scope, request or capture, that the hook fires for; None for a global hook.
     pub owner: Option<&'a Bound<'py, PyAny>>,
-    /// As `Call::part`.
+    /// Part of the call, see `Call::part`.
     pub part: Option<&'a dyn Any>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
@@ -113,7 +113,7 @@ impl<'py> Traced<'py> {
     }
 }
 
-/// What others ask of a class of native hooks: they know its type.
+/// Extension of a class of native hooks for code that knows its type.
 pub type Extension = dyn Any + Send + Sync;
 
 /// Native hook: an object of a class that extends [`NativeHook`]. Methods with an `object` get the

@@ -230,7 +230,7 @@ pub fn name_positions(frame: &Bound<'_, Frame>, ats: Vec<At>) {
 
 /// Tokens at the positions of a plan, in the running forward.
 pub enum Masks {
-    /// In (batch, length).
+    /// Masks of (batch, length).
     Tokens(MasksOfTokens),
     /// Rows of a batch.
     Rows(PlacesOfRows),

@@ -275,7 +275,7 @@ impl BatchBase {
         changes.sum()
     }
 
-    /// As `_version`, in a call that it is entered for; None in any other.
+    /// Returns `_version` in a call that it is entered for; None in any other.
     fn _version_here(slf: &Bound<'_, Self>) -> PyResult<Option<u64>> {
         let (py, this) = (slf.py(), slf.get());
         let here = current::active(py)?.iter().any(|frame| frame.is(slf));

@@ -84,7 +84,7 @@ impl Member {
     }
 }
 
-/// For each row its member, by number, and its place in the member; None for an unowned row.
+/// Member of each row, by number, and the row's place in it; None for an unowned row.
 pub struct RowOwners(Vec<Option<(usize, MemberPlace)>>);
 
 impl RowOwners {

@@ -71,7 +71,7 @@ pub fn in_tensors(of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
 /// Positions of the tokens of a request in the tensors of a module.
 #[derive(Clone)]
 pub struct TokenPositions {
-    /// By place.
+    /// Positions by place.
     pub values: Arc<[Position]>,
     /// Row in the request of each token; None if the request has one row.
     pub rows: Option<Arc<[usize]>>,
@@ -83,7 +83,7 @@ pub struct TokenPositions {
     pub sequences: u64,
 }
 
-/// Which dimensions of a tensor index tokens.
+/// Dimensions of a tensor that index tokens.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum TokenDims {
     /// One, each row of which is a token.

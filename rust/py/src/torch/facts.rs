@@ -32,9 +32,9 @@ pub struct Facts {
     pub data_ptr: Fact,
     pub storage_offset: Fact,
     untyped_storage: Fact,
-    /// Of storages.
+    /// `nbytes` of storages.
     bytes_there: Fact,
-    /// Of storages.
+    /// `data_ptr` of storages.
     address: Fact,
     modes_enabled: Py<PyAny>,
     without_modes: Py<PyAny>,

@@ -14,7 +14,7 @@ enum Format {
 }
 
 impl Format {
-    /// In the order of [`Facts::floats`].
+    /// All of them, in the order of [`Facts::floats`].
     const ALL: [Self; 4] = [Self::F32, Self::F64, Self::F16, Self::Bf16];
 
     fn size(self) -> usize {

@@ -290,7 +290,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         member.fail_with(self.py(), error)
     }
 
-    /// In a repeat: raises the error with which the member failed in the forward.
+    /// Raises, in a repeat, the error with which the member failed in the forward.
     fn fail_again(&self, number: usize) -> PyResult<()> {
         let frame = self.member(number).frame.get();
         let run = self.run;

@@ -24,7 +24,7 @@ pub struct MemberHooks<'py> {
     pub epoch: u64,
     /// Number of gaps between the hooks of the whole batch.
     gaps: usize,
-    /// In a checkpointed forward or its repeat: the run of the phase.
+    /// Run of the phase in a checkpointed forward or its repeat.
     pub run: Option<Rc<PhaseRun<'py>>>,
 }
 
@@ -87,7 +87,7 @@ impl<'py> MemberHooks<'py> {
         }))
     }
 
-    /// As `begin` without the cached program, for a phase that has no other hooks.
+    /// Begins as `begin` does, without the cached program, in a phase that has no other hooks.
     pub fn each(&self, call: &Call<'_, 'py>) -> PyResult<Option<Self>> {
         let each = Self::begin(&self.batch, call, Phase::Forward, None, false)?;
         Ok(each.map(|each| Self {

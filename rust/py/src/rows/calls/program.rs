@@ -24,7 +24,7 @@ pub type StageKind = (bool, TypeId);
 pub struct MergingMember {
     pub number: usize,
     pub entries: Entries,
-    /// Of each hook.
+    /// Merging of each hook.
     pub merging: Vec<(StageKind, Merging)>,
 }
 

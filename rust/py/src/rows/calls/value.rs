@@ -65,7 +65,7 @@ impl Given<'_> {
     }
 }
 
-/// Which hooks changed a member's value, for error messages.
+/// Hooks that changed a member's value, for error messages.
 struct Trail<'a, 'py> {
     first: &'a Entry<Hook>,
     /// Each hook that returned something, and that.
@@ -179,7 +179,7 @@ impl<'a, 'py> Value<'a, 'py> {
         })
     }
 
-    /// As it is, for hooks that get tensors of another layout too.
+    /// Returns it for hooks that get tensors of another layout too.
     pub const fn with(mut self, other: Option<&'a Layout>) -> Self {
         self.other = other;
         self
