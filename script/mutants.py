@@ -61,6 +61,7 @@ ROOMS = {
     "rust/py/src/capture": ["captures", "plans"],
     "rust/py/src/contexts": ["registration", "threads"],
     "rust/py/src/cpython": ["hooks", "attach", "lifetimes"],
+    "rust/py/src/gates": ["gates"],
     "rust/py/src/hooks": ["hooks"],
     "rust/py/src/effects": ["effects", "plans", "detectors"],
     "rust/py/src/rows": ["rows"],
