@@ -487,7 +487,11 @@ class Request(RequestBase, Scope):
 
     @property
     def stopped(self) -> list[Stopped]:
-        """The sequences that a `stop` of its plan has ended, in order of their rows."""
+        """The sequences that a `stop` of its plan has ended, in order of their rows.
+
+        In a `generate` of several prompts a text that has ended runs on with padding tokens: ignore
+        a stop whose position is past the end of its text.
+        """
         return self.gates.stopped() if self._plan.stops else []
 
     @property
