@@ -148,6 +148,11 @@ def test_a_plan_is_not_sent_to_a_server_without_plans() -> None:
     ("captures", "kind", "reason"),
     [
         (httpx.Response(404, json={"detail": "fetched already"}), ServerError, "fetched already"),
+        (
+            httpx.Response(422, json={"detail": "they were dropped"}),
+            PlanFailedError,
+            "they were dropped",
+        ),
         (httpx.Response(200, content=b""), ServerError, "does not come from a ferrohook"),
         (httpx.Response(200, content=b"\xff" * 40), ServerError, "does not come from a ferrohook"),
         (

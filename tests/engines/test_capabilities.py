@@ -19,6 +19,8 @@ def test_a_release_that_nobody_tried_is_refused_by_name() -> None:
     assert not engine("1.4.0").works
     with pytest.raises(HookError, match=r"some-engine 1\.4\.0 was not tested .* only 1\.2, 1\.3"):
         engine("1.4.0").check_version()
+    with pytest.raises(HookError, match="or set SOME_ENGINE=1 to let the self-test decide"):
+        engine("1.4.0").check_version(option="SOME_ENGINE=1")
 
 
 def test_a_refused_feature_has_its_reason() -> None:

@@ -32,6 +32,7 @@ from ferrohook.client.errors import (
     ServerError,
     error_of_status,
     made,
+    reason_of,
 )
 from ferrohook.dictionaries.packing import by_name
 from ferrohook.engines.wire import (
@@ -205,9 +206,11 @@ class Calls:
             path = f"{ROUTES}/captures/{quote(text.id, safe='')}"
             headers, asked = {HEADER: str(proof)}, {"index": index} if index else {}
             response = yield self._http.build_request("GET", path, headers=headers, params=asked)
+            url, proof = str(response.request.url), response.content
+            if response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:  # the text was computed
+                raise PlanFailedError(reason_of(response), response.status_code, url)
             if not response.is_success:
                 raise error_of_status(response)
-            url, proof = str(response.request.url), response.content
         if (error := _read_bytes(error_of, proof, url)) is not None:
             raise PlanFailedError(error, httpx.codes.OK, url)
         captured = _read_bytes(unpacked, proof, url)

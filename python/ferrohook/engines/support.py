@@ -40,8 +40,12 @@ class Capabilities:
         """True if the installed release was tried."""
         return any(f"{self.version}.".startswith(f"{each}.") for each in self.tried)
 
-    def check_version(self, *, untried: bool = False) -> None:
+    def check_version(self, *, untried: bool = False, option: str = "untried=True") -> None:
         """Refuses a release that was not tested.
+
+        Args:
+            untried: True to accept it.
+            option: what the user sets for that.
 
         Raises:
             HookError: the release is not among `tried`, and `untried` is False.
@@ -49,7 +53,7 @@ class Capabilities:
         if not self.works and not untried:
             msg = (
                 f"{self.engine} {self.version} was not tested with this release of ferrohook, only "
-                f"{', '.join(self.tried)}: install one of these, or pass untried=True to let the "
+                f"{', '.join(self.tried)}: install one of these, or set {option} to let the "
                 "self-test decide"
             )
             raise HookError(msg)

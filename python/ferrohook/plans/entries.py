@@ -520,10 +520,10 @@ def keep(
             `slice`, `copy`, `calls`, `grads`, `stop`, and `max_bytes` for each request; and
             `features`, with `top` or `index`.
 
-    `features=dictionary` captures values of its features in place of the tensor, in float32. With
-    `top=32`: for each token the 32 largest values and the indices of their features, a tensor of
-    (..., tokens, 32, 2): `values, numbers = acts[name].unbind(-1)`. With `index=[3, 17]`: the
-    values of these features, (..., tokens, 2).
+    `features=dictionary` captures values of its features in place of the tensor, in float32, or in
+    float64 of a float64 tensor. With `top=32`: for each token the 32 largest values and the indices
+    of their features, a tensor of (..., tokens, 32, 2): `values, numbers = acts[name].unbind(-1)`.
+    With `index=[3, 17]`: the values of these features, (..., tokens, 2).
 
     `"@gate.NAME"` captures the values of a gate of the plan: one for each token that it reads, NaN
     where the value is unknown.

@@ -27,7 +27,7 @@ class Plan:
     Plans combine by `+`, compare and hash by content, and pickle if their functions do.
 
     Args:
-        *entries: results of `on`, `keep` and `gate`, or plans.
+        *entries: results of `on`, `keep`, `gate`, `stop` and `replay`, or plans.
 
     Raises:
         HookTypeError: an entry is none of these.

@@ -77,7 +77,9 @@ def _register(*hooks: tuple[str, Any, str]) -> Any:
 def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     worker = _workers[scheduler] = SchedulerWorker(scheduler)
     with worker.starting():
-        CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
+        CAPABILITIES.check_version(
+            untried=bool(os.environ.get(UNTRIED)), option=f"{UNTRIED}=1 in the environment"
+        )
         _workers[scheduler.tp_worker.model_runner] = worker
         worker.load()
 
