@@ -135,11 +135,10 @@ impl<H> Registry<H> {
             let snapshot = self.snapshot(phase);
             let entries = snapshot.entries().iter();
             let live = entries.filter(|entry| !entry.removed() && !entry.last());
-            // Each prepended hook goes ahead of the others: registered last to first, they keep
-            // their order.
-            let (prepended, appended): (Vec<_>, Vec<_>) =
-                live.partition(|entry| entry.state.prepended());
-            for entry in appended.into_iter().chain(prepended.into_iter().rev()) {
+            // By age, so that hooks of one priority keep their order, whatever priorities become.
+            let mut live: Vec<_> = live.collect();
+            live.sort_unstable_by_key(|entry| entry.id());
+            for entry in live {
                 let placement = Placement {
                     priority: entry.priority(),
                     prepend: entry.state.prepended(),

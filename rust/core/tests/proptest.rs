@@ -55,8 +55,7 @@ struct Expected {
     enabled: bool,
     calls: u64,
     token: Weak<()>,
-    /// None for hooks of a fork.
-    handle: Option<Handle<Hook>>,
+    handle: Handle<Hook>,
 }
 
 /// A registry and the oracle beside it.
@@ -152,19 +151,14 @@ impl World {
             Op::SetEnabled(index, enabled) => {
                 if let Some(tag) = self.tag(at, firing, *index) {
                     let expected = &mut self.sites[at].hooks[tag];
-                    if let Some(handle) = &expected.handle {
-                        handle.set_enabled(*enabled);
-                        expected.enabled = *enabled;
-                    }
+                    expected.handle.set_enabled(*enabled);
+                    expected.enabled = *enabled;
                 }
             }
             Op::SetPriority(index, priority) => {
                 if let Some(tag) = self.tag(at, firing, *index) {
                     let expected = &mut self.sites[at].hooks[tag];
-                    let Some(handle) = &expected.handle else {
-                        return;
-                    };
-                    handle.set_priority(*priority);
+                    expected.handle.set_priority(*priority);
                     expected.placement.priority = *priority;
                     if !expected.removed {
                         self.sites[at].place(tag);
@@ -256,7 +250,7 @@ impl World {
             enabled: true,
             calls: 0,
             token: weak,
-            handle: Some(handle),
+            handle,
         });
         site.place(tag);
         self.registered += 1;
@@ -265,10 +259,8 @@ impl World {
 
     fn remove(&mut self, at: usize, tag: usize) {
         let site = &mut self.sites[at];
-        if let Some(handle) = &site.hooks[tag].handle {
-            assert_eq!(handle.remove(), !site.hooks[tag].removed);
-            site.forget(tag);
-        }
+        assert_eq!(site.hooks[tag].handle.remove(), !site.hooks[tag].removed);
+        site.forget(tag);
     }
 
     /// Snapshot, compared with the oracle's list.
@@ -341,7 +333,7 @@ impl World {
                 id: entry.id(),
                 calls: 0,
                 token: Rc::downgrade(&entry.hook().token),
-                handle: None,
+                handle: site.registry.handle(entry),
                 ..*expected
             });
             site.place(tag);
@@ -363,14 +355,13 @@ impl World {
     fn check_handles(&self) {
         for site in &self.sites {
             for expected in &site.hooks {
-                if let Some(handle) = &expected.handle {
-                    assert_eq!(handle.id(), expected.id);
-                    assert_eq!(handle.phase(), expected.phase);
-                    assert_eq!(handle.removed(), expected.removed);
-                    assert_eq!(handle.enabled(), expected.enabled);
-                    assert_eq!(handle.calls(), expected.calls);
-                    assert_eq!(handle.priority(), expected.placement.priority);
-                }
+                let handle = &expected.handle;
+                assert_eq!(handle.id(), expected.id);
+                assert_eq!(handle.phase(), expected.phase);
+                assert_eq!(handle.removed(), expected.removed);
+                assert_eq!(handle.enabled(), expected.enabled);
+                assert_eq!(handle.calls(), expected.calls);
+                assert_eq!(handle.priority(), expected.placement.priority);
                 assert!(expected.removed || expected.token.strong_count() == 1);
             }
             let occupied = Phase::ALL.map(|phase| site.registry.occupied(phase));
@@ -420,10 +411,8 @@ impl World {
                 assert_eq!(expected.token.strong_count(), 0);
             }
             for expected in &site.hooks {
-                if let Some(handle) = &expected.handle {
-                    assert_eq!(handle.remove(), !expected.removed);
-                    assert!(handle.removed());
-                }
+                assert_eq!(expected.handle.remove(), !expected.removed);
+                assert!(expected.handle.removed());
             }
         }
     }
