@@ -130,6 +130,22 @@ def test_only_the_scopes_whose_hooks_ran_matter(model: nn.Module, run: Any) -> N
     assert torch.equal(grad, expected(model))
 
 
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
+def test_a_request_that_its_hook_closes_starts_no_more_hooks(model: nn.Module, run: Any) -> None:
+    started: list[str] = []
+
+    def close(*_: Any) -> None:
+        started.append("close")
+        request.close()
+
+    later = fh.on("*", lambda *_: started.append("later"))
+    with fh.Plan(fh.on("0", close), later).prepare(model) as prepared:
+        request = prepared.open()
+        with request:
+            run(model)
+    assert started == ["close"]
+
+
 def test_an_exception_of_the_region_passes(model: nn.Module, run: Any) -> None:
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
