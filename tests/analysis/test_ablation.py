@@ -70,6 +70,10 @@ def test_bad_arguments_are_refused(net: Net) -> None:
         analysis.ablation(net, ids, difference, "blocks.1", by="mean", reference=[])
     with pytest.raises(fh.HookTypeError, match="reference= only works with by='mean'"):
         analysis.ablation(net, ids, difference, "blocks.1", reference=ids)
+    model, batch = padded_llama()
+    options: Any = {"by": "mean", "reference": batch["input_ids"][:, :4]}
+    with pytest.raises(fh.HookError, match=r"\(1, 4, 1, 4\).* does not fit \(2, 4, 7, 7\)"):
+        analysis.ablation(model, batch, difference, "@pattern.1", **options)
 
 
 def padded_llama() -> tuple[Any, dict[str, Tensor]]:

@@ -25,9 +25,7 @@ def expected(model: Any, made: fh.Dictionary, skip: int) -> dict[int, tuple[floa
     found: dict[int, tuple[float, int, int, int]] = {}
     values = made.encode(x)
     for row in range(len(IDS)):
-        for position in range(skip, IDS.shape[1]):
-            if not MASK[row, position]:
-                continue
+        for position in MASK[row].nonzero().flatten().tolist()[skip:]:
             for feature, value in enumerate(values[row, position].tolist()):
                 if not value:
                     continue

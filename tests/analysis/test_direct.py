@@ -170,3 +170,18 @@ def test_places_that_are_not_in_the_stream_are_refused(net: Net) -> None:
         fh.SelectionError, match=r"norm must select one module, 'blocks\.\*' matches 3"
     ):
         analysis.direct_logit_attribution(net, ids, difference, "embed", norm="blocks.*")
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_position_of_zeros_has_no_scale(kind: Any) -> None:
+    """Padding may be zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH, padding_idx=0), kind(WIDTH))
+    model.append(nn.Linear(WIDTH, WORDS, bias=False))
+    ids = torch.randint(1, WORDS, (2, POSITIONS))
+    ids[0, 0] = 0
+    found = analysis.direct_logit_attribution(model, ids, difference, "0", norm="1")
+    with torch.no_grad():
+        expected = float(difference(model(ids)).mean())
+    whole = float(found.values.sum()) + found.scores["rest"]
+    assert whole == pytest.approx(expected, rel=1e-4, abs=1e-5)

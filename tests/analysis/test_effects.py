@@ -40,7 +40,13 @@ def test_heads_and_positions_are_columns_or_rows() -> None:
     lines = repr(both).splitlines()
     assert [line[:8] for line in lines[1:]] == ["a head 0", "a head 1", "b head 0", "b head 1"]
     assert lines[2].split()[3:] == ["1.00", "3.00", "5.00"]
-    assert both.largest(1) == [("b head 1 2", 11.0)]
+    named = {
+        f"{name} head {head} {place}": float(both.values[number, place, head])
+        for number, name in enumerate("ab")
+        for place in range(3)
+        for head in range(2)
+    }
+    assert dict(both.largest(12)) == named
 
 
 def test_a_frame_has_a_line_for_each_cell() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook import analysis
 from support.analysis import POSITIONS, TEXTS, WIDTH, WORDS, logits_of, modules, output_of
+from support.language_models import language_model
 
 if TYPE_CHECKING:
     from support.analysis import Case, Net
@@ -56,6 +57,16 @@ def test_layers_before_the_last_one_are_refused_without_a_function(case: Case) -
         analysis.logit_lens(case.model, case.clean, first)
     lens = analysis.logit_lens(case.model, case.clean, first, to_logits=head_of(case.model))
     assert lens.names == [first]
+
+
+def test_padding_does_not_hide_that_a_layer_is_not_the_last_one() -> None:
+    pytest.importorskip("transformers")
+    ids, mask = torch.randint(1, WORDS, (2, 5)), torch.ones(2, 5, dtype=torch.long)
+    mask[:, :2] = 0
+    model, batch = language_model("llama", WIDTH), {"input_ids": ids, "attention_mask": mask}
+    with pytest.raises(fh.HookError, match="is not the last layer"):
+        analysis.logit_lens(model, batch, "@resid_post.0")
+    assert analysis.logit_lens(model, batch, "@resid_post.*").names
 
 
 class _Capped(nn.Module):

@@ -27,7 +27,7 @@ from ferrohook.client import (
 from ferrohook.engines.wire import HEADER, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 INFO = {
     "engine": "vllm",
@@ -224,3 +224,65 @@ def test_an_error_event_of_a_stream() -> None:
         pytest.raises(PlanFailedError, match="x"),
     ):
         next(iter(stream))
+
+
+def event_of(text: str, **fields: Any) -> bytes:
+    choice = {"text": text, "finish_reason": None, **fields}
+    event = {"id": "cmpl-1", "choices": [choice]}
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n"
+
+
+TEXTS = ["a\u2028b", "c\x85\u2029d", "é\x0c"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_stream_ends_lines_at_line_feeds_only(size: int) -> None:
+    """Separators of Unicode may stand in a text, and data is cut anywhere."""
+    sent = b"".join(map(event_of, TEXTS)) + b"data: [DONE]"
+    pieces = [sent[start : start + size] for start in range(0, len(sent), size)]
+
+    async def later() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    def answer(_request: Any, content: Any) -> Any:
+        return httpx.Response(200, content=content)
+
+    transport = httpx.MockTransport(lambda request: answer(request, iter(pieces)))
+    with Client("http://server", transport=transport) as client, client.stream("w1") as stream:
+        first = next(iter(stream))
+        assert [first, *stream] == TEXTS
+        assert [*stream] == []
+        assert stream.generated.text == "".join(TEXTS)
+
+    async def run() -> None:
+        transport = httpx.MockTransport(lambda request: answer(request, later()))
+        async with (
+            AsyncClient("http://server", transport=transport) as client,
+            client.stream("w1") as stream,
+        ):
+            async for text in stream:
+                assert text == TEXTS[0]
+                break
+            assert [text async for text in stream] == TEXTS[1:]
+            assert stream.generated.text == "".join(TEXTS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("event", [b"{", b"[]", b'{"choices": [{}]}', b"\xff"])
+def test_an_event_that_is_none_of_a_server(event: bytes) -> None:
+    sent = httpx.Response(200, content=b"data: " + event + b"\n")
+    transport = httpx.MockTransport(answering(completions=sent))
+    with (
+        Client("http://server", transport=transport) as client,
+        client.stream("w1") as stream,
+        pytest.raises(ServerError, match="does not come from a ferrohook server"),
+    ):
+        next(iter(stream))
+
+
+def test_numbers_that_json_has_not_are_refused() -> None:
+    plan = {"entries": [{"type": "on", "hook": {"type": "Scale", "factor": float("nan")}}]}
+    with Client("http://server") as client, pytest.raises(ValueError, match="not JSON compliant"):
+        client.generate("w1", plan)

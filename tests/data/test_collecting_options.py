@@ -217,3 +217,19 @@ def test_another_plan_is_another_run(model: nn.Sequential, batches: list[Tensor]
         assert fh.collect(model, batches, "2", store, plan=same) == (0, 3)
     with pytest.raises(fh.errors.ResumeError, match="option 'plan'"):
         fh.collect(model, batches, "2", store, plan=fh.Plan(fh.on("0", fh.Scale(3))))
+
+
+@pytest.mark.parametrize("output", [{"a.b": 1, "a": {"b": 2}}, {0: 1, "0": 2}], ids=str)
+def test_tensors_with_one_path_are_refused(output: Any) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return map_leaves(output, x)
+
+    def map_leaves(value: Any, x: Tensor) -> Any:
+        if isinstance(value, dict):
+            return {key: map_leaves(inside, x) for key, inside in value.items()}
+        return x * value
+
+    model = nn.Sequential(Both())
+    with pytest.raises(fh.HookError, match="two tensors of layer '0' have one path"):
+        fh.collect(model, [torch.ones(2, 3)], "0", MemoryStore())

@@ -360,3 +360,23 @@ def test_wrong_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=told):
         fh.data.ActivationStream(**{"data": data, "batch_size": BATCH, **options})
+
+
+def test_a_stream_of_the_same_rows_in_other_batches_is_another_one() -> None:
+    streams = []
+    for sizes in ((4, 4), (5, 3)):
+        store = MemoryStore()
+        for batch, part in enumerate(torch.arange(16.0).reshape(8, 2).split(sizes)):
+            store.put("run", batch, "layer", {"output": part})
+            store.complete("run", batch)
+        data = fh.data.ActivationDataset(store, "layer")
+        streams.append(fh.data.ActivationStream(data, BATCH))
+    one, other = streams
+    with pytest.raises(fh.errors.ResumeError, match="checksum of sizes"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_epochs_without_a_batch_are_refused(data: fh.data.ActivationDataset) -> None:
+    stream = fh.data.ActivationStream(data, ROWS + 1, drop_last=True)
+    with pytest.raises(fh.HookError, match=f"no batch of {ROWS + 1} rows for rank 0 of 1"):
+        next(stream.epochs())

@@ -39,6 +39,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield made
 
 
+def sae_of(width: int) -> fh.Dictionary:
+    torch.manual_seed(0)
+    encoder, decoder = torch.randn(width, 8), torch.randn(8, width)
+    return fh.Dictionary(encoder, decoder, b_enc=torch.zeros(8), b_dec=torch.zeros(width))
+
+
 def contents(store: Store) -> dict[tuple[int, str], Tensor]:
     return {
         (batch, layer): store.get("run", batch, layer)["output"]
@@ -249,7 +255,11 @@ def test_missing_batches_are_made_again(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("run/*.safetensors")}
+    """Contents of the files by batch, each of which has one."""
+    paths = [*folder.glob("run/*.safetensors")]
+    found = {path.name.partition(".")[0]: path.read_bytes() for path in paths}
+    assert len(found) == len(paths)
+    return found
 
 
 def test_a_batch_that_was_begun_is_made_anew(
@@ -262,8 +272,7 @@ def test_a_batch_that_was_begun_is_made_anew(
     assert fh.collect(model, batches, "0", store) == (3, 1)
     assert store.layers("run", 1) == ["0"]
     if isinstance(store, LocalStore):
-        names = {path.name for path in store._folder.path.glob("run/*.safetensors")}
-        assert names == {f"{number:08}.safetensors" for number in range(4)}
+        assert files(store._folder.path).keys() == {f"{number:08}" for number in range(4)}
 
 
 def test_an_interrupted_repair_is_repeated(
@@ -347,3 +356,20 @@ def test_an_exception_that_is_kept_does_not_keep_the_run(
         fh.collect(model, stop(), "0", store)
     assert fh.collect(model, batches, "0", store) == (3, 1)
     assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: fh.on("0", fh.detectors.NormDetector()),
+        lambda model: fh.on("0", fh.Feature(sae_of(4), 1, set=2.0)),
+    ],
+    ids=["detector", "feature"],
+)
+def test_a_plan_is_the_same_after_its_use(
+    model: nn.Sequential, batches: list[Tensor], store: Store, make: Any
+) -> None:
+    plan = fh.Plan(make(model))
+    fh.collect(model, batches[:2], "0", store, plan=plan)
+    hash(plan)
+    assert fh.collect(model, batches, "0", store, plan=plan) == (2, 2)

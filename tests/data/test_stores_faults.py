@@ -22,7 +22,7 @@ import torch
 
 import ferrohook as fh
 from ferrohook.data import LocalStore
-from ferrohook.data.stores import writer
+from ferrohook.data.stores import index, writer
 from support.stores import check, fill, forked, wait_for
 
 if TYPE_CHECKING:
@@ -291,3 +291,60 @@ def test_an_index_lists_file_layers_and_completeness(tmp_path: Path) -> None:
         "complete": True,
         "crc32": zlib.crc32(before.encode()),
     }
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("batches", [1, 3, 5])
+def test_a_run_that_is_deleted_and_written_anew_is_the_new_one(
+    tmp_path: Path, read_only: bool, batches: int
+) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, *range(3))
+    opened = LocalStore(tmp_path, read_only=read_only)
+    check(opened, 0, 1, 2)
+    shutil.rmtree(tmp_path / "run")
+    assert opened.completed("run") == []
+    if read_only:
+        with LocalStore(tmp_path) as store:
+            fill(store, *range(batches), size=6)
+    else:
+        fill(opened, *range(batches), size=6)
+        opened.flush()
+    for each in (opened, LocalStore(tmp_path, read_only=True)):
+        check(each, *range(batches))
+        assert len(each.get("run", 0, "layer")["output"]) == 6
+    opened.close()
+
+
+def test_a_kill_before_the_line_of_a_restarted_batch_leaves_the_old_one(tmp_path: Path) -> None:
+    def restart() -> None:
+        store = LocalStore(tmp_path)
+        store.restart("run", 0)
+        store.put("run", 0, "layer", {"output": torch.ones(9)})
+        store.complete("run", 0)
+        index.RunIndex.append = lambda *_, **__: os._exit(0)  # type: ignore[method-assign, assignment]
+        store.flush()
+
+    with LocalStore(tmp_path) as store:
+        fill(store, 0)
+    wait_for(forked(restart))
+    with LocalStore(tmp_path) as store:
+        check(store, 0)
+        assert store.verify() == []
+        store.restart("run", 0)
+        store.put("run", 0, "layer", {"output": torch.zeros(9)})
+        store.complete("run", 0)
+        store.flush()
+        check(store, 0)
+        assert len([*tmp_path.glob("run/*.safetensors")]) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_before_they_are_written(tmp_path: Path, layout: Any) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    with LocalStore(tmp_path) as store:
+        with pytest.raises(fh.errors.HookTypeError, match="nested tensor: store its to_padded"):
+            store.put("run", 0, "layer", {"output": nested})
+        fill(store, 0)
+        check(store, 0)

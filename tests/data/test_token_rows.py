@@ -14,6 +14,7 @@ from ferrohook.data import ActivationDataset, ActivationStream, LocalStore, Memo
 from support.language_models import language_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytest.importorskip("safetensors")
@@ -264,3 +265,29 @@ def test_quantities_are_collected_by_their_names() -> None:
             model(**batch)
     assert torch.equal(data[:], torch.cat([each.flatten(0, 1) for each in acts["model.layers.1"]]))
     assert torch.equal(data.tokens, ids.flatten())
+
+
+@pytest.mark.parametrize("masked", [None, "attention_mask"])
+def test_a_loader_may_use_the_buffer_of_its_tokens_again(
+    store: Store, model: Encoder, masked: str | None
+) -> None:
+    every = torch.randint(WORDS, (3, 2, 4))
+
+    def loader() -> Iterator[dict[str, Tensor]]:
+        buffer = torch.empty_like(every[0])
+        for ids in every:
+            yield {"input_ids": buffer.copy_(ids), "attention_mask": torch.ones(2, 4)}
+
+    fh.collect(model, loader(), "words", store, mask=masked, tokens="input_ids")
+    assert torch.equal(ActivationDataset(store, "words").tokens, every.flatten())
+
+
+def test_a_table_has_the_layers_of_the_first_batch(store: Store) -> None:
+    pytest.importorskip("datasets")
+    for batch, layers in enumerate(["ab", "a", "ab"]):
+        for layer in layers:
+            store.put("run", batch, layer, {"output": torch.full((2, 3), float(batch))})
+        store.complete("run", batch)
+    made = store.to_datasets()
+    assert made.column_names == ["a", "b"]
+    assert [row[0] for row in made["b"][:]] == [0, 0, 2, 2]

@@ -196,3 +196,16 @@ def test_tensors_of_other_shapes_are_refused() -> None:
             dictionary.decode(values)
     with pytest.raises(HookTypeError, match="decode needs x"):
         dictionary.decode(torch.ones(D_SAE))
+
+
+def test_weights_that_are_trained_on_are_copied() -> None:
+    weights = torch.randn(4, 8, requires_grad=True)
+    decoder = torch.randn(8, 4, requires_grad=True)
+    made = fh.Dictionary(weights, decoder, b_enc=torch.zeros(8), b_dec=torch.zeros(4))
+    x = torch.randn(3, 4)
+    before = made.encode(x)
+    with torch.no_grad():
+        weights.add_(1)
+        decoder.add_(1)
+    assert torch.equal(made.encode(x), before)
+    assert not made.encode(x).requires_grad

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
+import math
 import threading
 import time
 import weakref
@@ -189,6 +191,7 @@ def test_a_cancelled_request_leaves(make: Any, model: Recorder) -> None:
     assert first.result(LIMIT).value == [0.0]
     with pytest.raises(CancelledError):
         futures[1].result(LIMIT)
+    assert concurrent.futures.wait(futures, LIMIT).not_done == set()
     assert model.batches == [[0], [1, 3]]
 
 
@@ -242,6 +245,16 @@ def test_a_request_whose_deadline_passes_leaves(make: Any, model: Recorder) -> N
         late.result(LIMIT)
     assert [future.result(LIMIT).shared for future in early] == [2, 2]
     assert model.batches == [[0], [2, 3]]
+
+
+def test_a_deadline_ends_the_wait_for_others(make: Any, model: Recorder) -> None:
+    batcher = make(max_wait=math.inf)
+    with deadline(LIMIT):
+        send(batcher, 1)
+    with deadline(2.0):
+        answers = [send(batcher, 2), send(batcher, 3)]
+    assert [future.result(LIMIT).shared for future in answers] == [3, 3]
+    assert model.batches == [[1, 2, 3]]
 
 
 def test_a_forward_has_the_latest_deadline_of_its_requests(make: Any, model: Recorder) -> None:
@@ -525,8 +538,8 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
         line.append(ticket)
     left = [ticket for ticket in tickets if data.draw(st.integers(0, 5)) == 0]
     for ticket in left:
-        line.remove(ticket.future)
-        line.remove(ticket.future)
+        assert line.remove(ticket.future)
+        assert not line.remove(ticket.future)
     waiting = [ticket for ticket in tickets if ticket not in left]
     assert len(line) == len(waiting)
     taken: list[WaitingRequest[int]] = []
@@ -553,3 +566,15 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
     for client in range(4):
         own = [each.item for each in taken if each.client == client]
         assert own == sorted(own)
+
+
+def test_a_request_may_raise_what_no_coroutine_may() -> None:
+    def stop(_output: Tensor, _rows: slice) -> list[float]:
+        raise StopIteration
+
+    async def run() -> None:
+        with Batcher(nn.Identity(), torch.cat, stop, max_wait=0.0) as batcher:
+            await asyncio.wait_for(batcher.run(number(1)), LIMIT)
+
+    with pytest.raises(RuntimeError, match=r"the request raised StopIteration\(\)"):
+        asyncio.run(run())

@@ -133,6 +133,29 @@ def test_no_step_is_made_on_gradients_that_stop(model: nn.Sequential) -> None:
     assert [each.batch for each in watch.found] == [0]  # found as it was left
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_no_step_is_made_on_gradients_of_parameters_that_are_not_finite(
+    model: nn.Sequential, gradients: bool, bad: float
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [each.detach().clone() for each in model.parameters()]
+    options: Any = {"optimizer": optimizer, "gradients": gradients, "stop": True}
+    with fh.nan_watch(model, **options) as watch:
+        model(X).sum().backward()
+        assert isinstance(model[2].weight.grad, torch.Tensor)
+        model[2].weight.grad[0, 0] = bad
+        told = r"batch 0, first in the gradient of '2\.weight'"
+        with pytest.raises(fh.errors.NonFiniteError, match=told):
+            optimizer.step()
+        assert watch.step == 0
+        assert all(map(torch.equal, model.parameters(), before))
+        model[2].weight.grad.zero_()
+        optimizer.step()
+    assert watch.step == 1
+    assert [(each.module, each.phase) for each in watch.found] == [("2.weight", "parameter")]
+
+
 def test_calls_that_raise_are_looked_at_and_keep_their_error(model: nn.Sequential) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError

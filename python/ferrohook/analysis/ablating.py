@@ -10,7 +10,7 @@ from ferrohook.analysis.calls import ModelCall, score
 from ferrohook.analysis.patching import as_effects, dimensions_of
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets
-from ferrohook.errors import HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         metric,
         call=call,
         plain=output,
-        sources={name: it.expand(shapes[name]) for name, it in sources.items()},
+        sources={name: _expanded(name, it, shapes[name]) for name, it in sources.items()},
         batch_size=batch_size,
         title="ablation",
         progress=progress,
@@ -107,3 +107,14 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     return as_effects(
         scores - plain, cells, dimensions, label="change", scores={"plain": plain}, tokens=tokens
     )
+
+
+def _expanded(name: str, source: Tensor, shape: torch.Size) -> Tensor:
+    try:
+        return source.expand(shape)
+    except RuntimeError as error:
+        msg = (
+            f"the mean of {name!r} over the reference has shape {tuple(source.shape)}, which does "
+            f"not fit {tuple(shape)}: pass a reference of the same length"
+        )
+        raise HookError(msg) from error

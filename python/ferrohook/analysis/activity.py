@@ -126,9 +126,10 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     def values_of(row: int, x: Tensor) -> Tensor:
         """Returns the values of all features in a text, (positions, d_sae); 0 where left out."""
         values = dictionary.encode(x).float().cpu()
-        values[:skip_first] = 0
+        counts = torch.ones(len(values), dtype=torch.bool)
         if call.mask is not None:
-            values[~call.mask[row]] = 0
+            counts = call.mask[row].cpu()
+        values[~counts | (counts.cumsum(0) <= skip_first)] = 0
         return values
 
     largest = torch.full((dictionary.d_sae,), -torch.inf)

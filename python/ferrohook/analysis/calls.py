@@ -149,9 +149,10 @@ def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
             continue
         if (distance := relative_distance(one, other)) > tolerance(other):
             msg = (
-                f"{model._get_name()} returned a different output for the same input in a larger "
-                f"batch (difference: {distance:.2g} of its norm): its rows depend on each other, "
-                "or its calls are random. Call model.eval(), or pass batch_size=1"
+                f"{model._get_name()} returned a different output for the same input (difference: "
+                f"{distance:.2g} of its norm). Its calls are random: call model.eval(). Or they "
+                "keep a state, such as a KV cache: leave it out. Or its rows depend on each other: "
+                "pass batch_size=1"
             )
             raise HookError(msg)
 

@@ -80,7 +80,7 @@ class Effects(Printed):
 
     def largest(self, count: int = 10) -> list[tuple[str, float]]:
         """Returns the labels and values of the cells of the largest absolute value."""
-        flat = self.values.flatten()
+        flat = self._grid().flatten()
         order = flat.nan_to_num().abs().sort(descending=True, stable=True).indices[:count]
         labels = [*self._labels()]
         return [(labels[each], float(flat[each])) for each in order.tolist()]

@@ -190,12 +190,20 @@ def _check_last(targets: Targets, call: ModelCall, last: str, state: Tensor, out
     Raises:
         HookError: they do not, as where other layers follow.
     """
-    changed = state.clone()
-    changed[:, 0] = -changed[:, 0].flip(-1)
+    changed, before = state.clone(), _logits(output)
+    mask = torch.ones(before.shape[:2], dtype=torch.bool)
+    if call.mask is not None and call.mask.shape == mask.shape:
+        mask = call.mask.cpu()
+    texts, first = torch.arange(len(mask)), mask.int().argmax(1)
+    changed[texts, first] = -changed[texts, first].flip(-1)
     with targets.changed({last: lambda _: changed}):
         logits = _logits(call.run(targets.model))
-    others, expected = logits[:, 1:], _logits(output)[:, 1:]
-    if relative_distance(others, expected) > tolerance(expected):
+    others = mask.clone()
+    others[texts, first] = False
+    if not others.any():
+        return
+    expected = before[others.to(before.device)]
+    if relative_distance(logits[others.to(logits.device)], expected) > tolerance(expected):
         msg = (
             f"{last!r} is not the last layer: the model mixes positions after it. Select all "
             "layers, or pass to_logits"

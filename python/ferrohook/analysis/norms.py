@@ -74,7 +74,9 @@ def _gained(tensor: Tensor, gain: Tensor, *, centred: bool) -> Tensor:
 def _scale(x: Tensor, y: Tensor, gain: Tensor, *, centred: bool) -> Tensor:
     """Fits the factor from the gained input to the output, at each position."""
     taken = _gained(x, gain, centred=centred)
-    return (taken * y).sum(-1, keepdim=True) / taken.square().sum(-1, keepdim=True)
+    size = taken.square().sum(-1, keepdim=True)
+    # Padding may be zeros, which any factor fits.
+    return ((taken * y).sum(-1, keepdim=True) / size).where(size > 0, 0)
 
 
 def _distance(x: Tensor, y: Tensor, gain: Tensor, *, centred: bool) -> float:

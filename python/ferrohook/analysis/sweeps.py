@@ -39,7 +39,8 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     """Returns the score of the model for each cell, with only that cell replaced.
 
     The inputs are repeated for as many cells as fit in a forward. In the first one a copy stays
-    unchanged, and is compared with the output of the original inputs.
+    unchanged (the only one, if a cell fills a forward), and is compared with the output of the
+    original inputs.
 
     Args:
         targets: tensors of the model that the cells are parts of.
@@ -56,7 +57,7 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
         HookError: rows of the model are not independent, see `check_repeatable`.
     """
     together = max(at_least(1, "batch_size", batch_size) // call.rows, 1)
-    queue: list[Cell | None] = [*cells] if together == 1 else [None, *cells]
+    queue: list[Cell | None] = [None, *cells]
     chunks = [queue[start : start + together] for start in range(0, len(queue), together)]
     scores = []
     with progress_bar(title, len(chunks), "forward", shown=progress) as advance, torch.no_grad():

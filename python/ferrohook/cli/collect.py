@@ -173,7 +173,7 @@ class _Batches:
         size = options.batch_size
         for path in options.input:
             if path.suffix == ".txt":
-                texts = [line for line in path.read_text().splitlines() if line.strip()]
+                texts = [line for line in path.read_text().split("\n") if line.strip()]
                 self._parts += [texts[start : start + size] for start in range(0, len(texts), size)]
             else:
                 self._parts.append(path)

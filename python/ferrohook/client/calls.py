@@ -67,7 +67,8 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROUTES: Final = "/v1/ferrohook"
 _PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 """Field of a request that has the plan, by engine."""
-_STRANGE: Final = "the answer does not come from a ferrohook server"
+STRANGE: Final = "the answer does not come from a ferrohook server"
+"""Start of the error for an answer in another form."""
 _CUT_OFF: Final = {"abort", "error"}
 """Reasons for the end of a text that is not whole."""
 
@@ -323,7 +324,7 @@ def plan_text(plan: Plan | str | Mapping[str, Any]) -> tuple[str, bool]:
     keeps = isinstance(entries, list) and any(
         isinstance(entry, Mapping) and entry.get("type") == "keep" for entry in entries
     )
-    return plan if isinstance(plan, str) else json.dumps(plan), keeps
+    return plan if isinstance(plan, str) else json.dumps(plan, allow_nan=False), keeps
 
 
 def _jsonable(value: Any) -> Any:
@@ -393,10 +394,10 @@ def _read_bytes(read: Any, content: bytes, url: str) -> Any:
     try:
         return read(content)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        reason = f"{_STRANGE}: {error!r}"
+        reason = f"{STRANGE}: {error!r}"
         raise ServerError(reason, httpx.codes.OK, url) from error
 
 
 def _strange(response: httpx.Response, error: Exception) -> ServerError:
     url = str(response.request.url)
-    return ServerError(f"{_STRANGE}: {error!r}", response.status_code, url)
+    return ServerError(f"{STRANGE}: {error!r}", response.status_code, url)

@@ -10,8 +10,8 @@ import httpx
 import torch
 
 from ferrohook.client.answers import Generated, TextChunk
-from ferrohook.client.calls import proof_in
-from ferrohook.client.errors import UnavailableError, error_of_event, unreachable
+from ferrohook.client.calls import STRANGE, proof_in
+from ferrohook.client.errors import ServerError, UnavailableError, error_of_event, unreachable
 from ferrohook.engines.wire import FIELD, GATES, HEADER
 from ferrohook.errors import HookError
 from ferrohook.gates.streaming import numbers_of
@@ -38,21 +38,37 @@ class _Events:
         self._last: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._done = False
+        self._line = b""
+        """Start of a line that has not ended."""
 
-    def feed(self, line: str) -> TextChunk | None:
-        """Reads a line; returns the part of the answer in it, if there is one.
+    def feed(self, data: bytes) -> Iterator[TextChunk]:
+        """Reads data; yields the parts of the answer in it.
 
         Raises:
-            ServerError: the event reports an error.
+            ServerError: an event reports an error, or is none.
         """
-        kind, _, data = line.partition(":")
-        data = data.strip()
-        if kind != "data" or not data or self._done:
-            return None
-        if data == "[DONE]":
-            self._done = True
-            return None
-        event = json.loads(data)
+        # Only at its own line ends: JSON may have others, such as U+2028, inside of a text.
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            kind, _, event = line.partition(b":")
+            event = event.strip()
+            if kind != b"data" or not event or self._done:
+                continue
+            if event == b"[DONE]":
+                self._done = True
+                continue
+            try:
+                found = self._read(json.loads(event))
+            except ServerError:
+                raise
+            except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+                reason = f"{STRANGE}: {error!r}"
+                raise ServerError(reason, httpx.codes.OK, self._url) from error
+            if found is not None:
+                yield found
+
+    def _read(self, event: Mapping[str, Any]) -> TextChunk | None:
+        """Reads an event; returns the part of the answer in it, if there is one."""
         if (error := error_of_event(event, self._url)) is not None:
             raise error
         found = event.get(FIELD)
@@ -116,6 +132,8 @@ class _Stream(Generic[Finished]):
         self._response = response
         self._events = _Events(pending, response)
         self._finish = finish
+        self._reading: Any = None
+        """The one iterator over the parts: whoever iterates again goes on."""
         self._generated: Generated | None = None
 
     @property
@@ -138,16 +156,23 @@ class TextStream(_Stream[Generated]):
         return (chunk.text for chunk in self.chunks() if chunk.text)
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yields the parts of the text with the values of gates that the plan keeps.
+        """Iterates over the parts of the text with the values of gates that the plan keeps.
+
+        Parts that were read are not repeated.
 
         Examples:
             >>> for chunk in stream.chunks():
             ...     print(chunk.text, chunk.gates.get("sad"))
         """
+        self._reading = self._reading or self._read()
+        found: Iterator[TextChunk] = self._reading
+        return found
+
+    def _read(self) -> Iterator[TextChunk]:
         try:
-            for line in self._response.iter_lines():
-                if (chunk := self._events.feed(line)) is not None:
-                    yield chunk
+            for data in self._response.iter_bytes():
+                yield from self._events.feed(data)
+            yield from self._events.feed(b"\n")
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
         self._generated = self._finish(self._events.end(), self._events.proof)
@@ -161,12 +186,19 @@ class AsyncTextStream(_Stream[Awaitable[Generated]]):
             if chunk.text:
                 yield chunk.text
 
-    async def chunks(self) -> AsyncIterator[TextChunk]:
-        """Yields the parts of the text with values of gates, see `TextStream.chunks`."""
+    def chunks(self) -> AsyncIterator[TextChunk]:
+        """Iterates over the parts of the text with values of gates, see `TextStream.chunks`."""
+        self._reading = self._reading or self._read()
+        found: AsyncIterator[TextChunk] = self._reading
+        return found
+
+    async def _read(self) -> AsyncIterator[TextChunk]:
         try:
-            async for line in self._response.aiter_lines():
-                if (chunk := self._events.feed(line)) is not None:
+            async for data in self._response.aiter_bytes():
+                for chunk in self._events.feed(data):
                     yield chunk
+            for chunk in self._events.feed(b"\n"):
+                yield chunk
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
         self._generated = await self._finish(self._events.end(), self._events.proof)

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -291,7 +292,17 @@ class ActivationStream(IterableDataset[Tensor]):
         self.batch = 0
 
     def epochs(self) -> Iterator[Tensor]:
-        """Yields batches forever, one epoch after the other, as trainers of SAELens take them."""
+        """Yields batches forever, one epoch after the other, as trainers of SAELens take them.
+
+        Raises:
+            HookError: an epoch has no batch.
+        """
+        if not len(self):
+            msg = (
+                f"an epoch of {self.data!r} has no batch of {self.batch_size} rows for rank "
+                f"{self.rank} of {self.ranks}: make batch_size smaller"
+            )
+            raise HookError(msg)
         while True:
             yield from self
 
@@ -333,7 +344,8 @@ class ActivationStream(IterableDataset[Tensor]):
         data = {name: getattr(self.data, name) for name in ("run", "layer", "name")}
         options = ("batch_size", "seed", "reservoir", "drop_last", "ranks")
         own = {name: getattr(self, name) for name in options}
-        return {**data, "rows": len(self.data), **own}
+        rows = {"rows": len(self.data), "checksum of sizes": crc32(self.data.sizes.tobytes())}
+        return {**data, **rows, **own}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the last batch in plain data, the same on all ranks."""

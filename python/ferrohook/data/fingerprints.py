@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ferrohook._core import NativeDetector
 from ferrohook.util.tensors import parts, shape_of
 
 WHOLE = 2**16
@@ -36,11 +37,11 @@ def fingerprint(value: object) -> str:
     """Returns the digest of a structure of tensors and data: 16 hexadecimal digits.
 
     Tensors count by shape, dtype and contents, on any device; structures by their items; numbers,
-    strings and bytes by their value; functions, classes and modules by their name; other objects
-    by the state that `pickle` would store, or by their class if they have none. All of the
-    contents of a tensor up to 64 KiB is hashed; of a larger one the sum of each 4 KiB, and every
-    n-th of its words, some 4,000 in all. Tensors without such memory (`meta`, quantised) count by
-    their shape and dtype.
+    strings and bytes by their value; functions, classes and modules by their name; detectors by
+    their class; other objects by the state that `pickle` would store, or by their class if they
+    have none. All of the contents of a tensor up to 64 KiB is hashed; of a larger one the sum of
+    each 4 KiB, and every n-th of its words, some 4,000 in all. Tensors without such memory (`meta`,
+    quantised) count by their shape and dtype.
     """
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, value, frozenset())
@@ -66,6 +67,8 @@ def _add(digest: Any, value: Any, above: frozenset[int]) -> None:
         _add_text(digest, "cycle")
     elif isinstance(value, _NAMED):
         _add_text(digest, value.__name__)
+    elif isinstance(value, NativeDetector):  # it counts, and changes nothing
+        _add_text(digest, type(value).__name__)
     else:
         _add_object(digest, value, above | {id(value)})
 

@@ -73,10 +73,11 @@ def _columns(
 ) -> dict[str, list[Tensor]]:
     """Reads the rows of each layer, and their token columns, batch by batch."""
     columns: dict[str, list[Tensor]] = {}
+    chosen = [*layers]
     for batch in store.completed(run):
         stored = store.layers(run, batch)
-        chosen = [*layers] or [each for each in stored if each != LAYER]
-        if not {*chosen} <= {*stored}:
+        chosen = chosen or [each for each in stored if each != LAYER]
+        if not chosen or not {*chosen} <= {*stored}:
             continue  # as batches of other layers
         found = {layer: store.get(run, batch, layer).get(name) for layer in chosen}
         rows = {layer: rows_of(tensor) for layer, tensor in found.items() if tensor is not None}

@@ -101,6 +101,10 @@ class CapturedOutputs(Source):
             for layer, calls in self._activations.items()
         }
         for layer, tensors in taken.items():
+            leaves = sum(1 for value in self._activations[layer] for _ in tensors_by_path(value))
+            if leaves > len(tensors):
+                msg = f"two tensors of layer {layer!r} have one path, joined by dots: rename a key"
+                raise HookError(msg)
             for name, tensor in tensors.items():
                 subject = f"{name!r} of layer {layer!r}"
                 if shape is not None:

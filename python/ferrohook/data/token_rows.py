@@ -71,7 +71,7 @@ class TokenRows:
                 f"{got or type(found).__name__}"
             )
             raise HookTypeError(msg)
-        ids: Tensor = found.detach().cpu()
+        ids: Tensor = found.detach().to("cpu", copy=True)  # a loader may use its buffer again
         return ids
 
     def rows(self, ids: Tensor, mask: Tensor | None, padding: Tensor | None) -> dict[str, Tensor]:

@@ -37,7 +37,8 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Dictionary:
     """A sparse autoencoder or a transcoder: features, each with an encoder and a decoder.
 
-    Immutable. `load` reads one from a file; the constructor takes weights, under SAELens' names.
+    Immutable. `load` reads one from a file; the constructor takes weights, under SAELens' names. It
+    copies the ones that require grad; leave the others unchanged.
 
     Args:
         W_enc: encoder, (d_in, d_sae).
@@ -122,7 +123,11 @@ class Dictionary:
             option = "W_skip" if W_skip is not None else "writes"
             msg = f"{option} is for transcoders: pass transcoder=True"
             raise ValueError(msg)
-        tensors = {name: it.detach() for name, it in given.items() if it is not None}
+        tensors = {
+            name: it.detach().clone() if it.requires_grad else it
+            for name, it in given.items()
+            if it is not None
+        }
         self._check_shapes(tensors, transcoder=transcoder)
         if k is not None:
             self._check_k(activation, k, len(W_dec))
@@ -329,6 +334,9 @@ class Dictionary:
 
     def __hash__(self) -> int:
         return hash(self._content)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_digest"}
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self

@@ -62,12 +62,12 @@ class Answer(Generic[Out]):
 class Batcher(Generic[In, Out]):
     """Groups waiting requests into shared forwards, which worker threads run.
 
-    A forward starts as soon as a worker is idle and the batch is full, or its oldest request has
-    waited for `max_wait` seconds. Clients are served round-robin, and a later request never
-    overtakes an earlier one. If a hook, budget or deadline of a request fails, only that request
-    fails. If the forward itself fails, each of its requests is computed again in a separate
-    forward. Some requests never share one: requests with Python hooks, with scopes entered around
-    `submit`, or with captures of tensors that have no rows.
+    A forward starts as soon as a worker is idle and the batch is full, or a request has waited for
+    `max_wait` seconds or half of the time to its deadline. Clients are served round-robin, and a
+    later request never overtakes an earlier one. If a hook, budget or deadline of a request fails,
+    only that request fails. If the forward itself fails, each of its requests is computed again in
+    a separate forward. Some requests never share one: requests with Python hooks, with scopes
+    entered around `submit`, or with captures of tensors that have no rows.
 
     Forwards run without gradients. Shared forwards run in a separate context: the deadline of the
     submitting context holds there, its scopes do not.
@@ -257,8 +257,10 @@ class Batcher(Generic[In, Out]):
         """Removes the ticket of a future that was cancelled."""
         if future.cancelled():
             with self._changed:
-                self._line.remove(future)
+                waited = self._line.remove(future)
                 self._changed.notify()
+            if waited:
+                future.set_running_or_notify_cancel()  # wakes who waits for it
 
     def _work(self) -> None:
         working = True
@@ -273,10 +275,10 @@ class Batcher(Generic[In, Out]):
         """Waits for a batch, and takes it."""
         with self._changed:
             while self._line and not self._line.full and not self._closed:
-                left = self._line.oldest + self._max_wait - monotonic()
+                left = self._line.due(self._max_wait) - monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
             tickets = self._line.take()
             self._gathering = False
             with contextlib.suppress(RuntimeError):  # the interpreter ends: this worker continues
@@ -294,7 +296,7 @@ class Batcher(Generic[In, Out]):
         except BaseException as error:  # noqa: BLE001 (a worker ends by no exception)
             for ticket in tickets:
                 if not ticket.future.done():
-                    ticket.future.set_exception(error)
+                    _fail(ticket, error)
 
     def _together(self, tickets: list[WaitingRequest[In]]) -> list[WaitingRequest[In]]:
         """Computes tickets in one forward; returns tickets that need a separate one."""
@@ -403,7 +405,7 @@ class Batcher(Generic[In, Out]):
         if error is None:
             ticket.future.set_result(answer)
         else:
-            ticket.future.set_exception(error)
+            _fail(ticket, error)
 
     def _count(
         self, ticket: WaitingRequest[In], request: Request | None, shared: int, *, failed: bool
@@ -418,3 +420,12 @@ class Batcher(Generic[In, Out]):
             self._counts.update(counts)
         attributes = {name.replace("_", "."): count for name, count in counts.items()}
         annotate(ticket.span, {"forward.requests": shared, **attributes})
+
+
+def _fail(ticket: WaitingRequest[Any], error: BaseException) -> None:
+    """Ends a ticket with an exception."""
+    if isinstance(error, StopIteration):  # a coroutine that awaits cannot raise it
+        made = RuntimeError(f"the request raised {error!r}")
+        made.__cause__ = error
+        error = made
+    ticket.future.set_exception(error)

@@ -101,14 +101,15 @@ class Line(Generic[In]):
         self._length = max(self._length, ticket.length)
         self._alone |= ticket.alone
 
-    def remove(self, future: Future[Any]) -> None:
-        """Removes the ticket of a future, if it still waits."""
+    def remove(self, future: Future[Any]) -> bool:
+        """Removes the ticket of a future; returns False if it waits no more."""
         for tickets in self._clients.values():
             for ticket in tickets:
                 if ticket.future is future:
                     tickets.remove(ticket)
                     self._forget(ticket)
-                    return
+                    return True
+        return False
 
     def _forget(self, ticket: WaitingRequest[In]) -> None:
         self._requests -= 1
@@ -123,10 +124,16 @@ class Line(Generic[In]):
             self._requests + 1, self._rows + 1, self._length
         )
 
-    @property
-    def oldest(self) -> float:
-        """Moment at which the ticket that waits longest came."""
-        return min(tickets[0].arrival for tickets in self._clients.values())
+    def due(self, max_wait: float) -> float:
+        """Returns when the next batch starts, full or not.
+
+        That is when a ticket has waited `max_wait`, or half of the time to its deadline.
+        """
+        return min(
+            ticket.arrival + min(max_wait, (ticket.deadline - ticket.arrival) / 2)
+            for tickets in self._clients.values()
+            for ticket in tickets
+        )
 
     def take(self) -> list[WaitingRequest[In]]:
         """Removes the tickets of the next batch: at least one, if any waits."""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from torch.optim import Optimizer
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from ferrohook.registration.register import HandleGroup
 
 Direction: TypeAlias = Literal["forward", "backward"]
+_PLACES: Final = {
+    "forward": "first in the output of",
+    "backward": "first in the gradient of the output of",
+    "parameter": "first in the gradient of",
+}
 
 
 class NonFinite(NamedTuple):
@@ -38,18 +43,17 @@ class NonFinite(NamedTuple):
     batch: int
     """Calls of the model before it."""
     module: str
-    """The first module with one in its output, or in the gradient of its output."""
-    phase: Direction
+    """The first module with one in its output, or in the gradient of its output; a parameter."""
+    phase: Direction | Literal["parameter"]
     nan: int
     """Elements that are NaN, in all outputs of the call or all gradients of the backward."""
     inf: int
     """Elements that are infinite."""
 
     def __str__(self) -> str:
-        of = "" if self.phase == "forward" else "gradient of the "
         return (
             f"{self.nan} NaN and {self.inf} infinities in step {self.step}, batch {self.batch}, "
-            f"first in the {of}output of {self.module or 'the model'!r}"
+            f"{_PLACES[self.phase]} {self.module or 'the model'!r}"
         )
 
 
@@ -126,8 +130,26 @@ class NanWatch:
     def _ended(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         self._look("forward")
 
-    def _steps(self, *_optimizer: Any) -> None:
+    def _steps(self, optimizer: Optimizer, *_arguments: Any) -> None:
         self.check()
+        if self._watched.stop:
+            self._check_gradients(optimizer)
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        """Raises if a gradient of the optimizer's parameters is not finite."""
+        names = {it: name for name, it in self._watched.model.named_parameters()}
+        used = [it for group in optimizer.param_groups for it in group["params"]]
+        grads = {names.get(it, "a parameter"): it.grad for it in used if it.grad is not None}
+        values = [it._values() if it.is_sparse else it for it in grads.values()]
+        finite = [it.isfinite().all() for it in values]
+        if all(finite):
+            return
+        counts = [(int(it.isnan().sum()), int(it.isinf().sum())) for it in values]
+        name = next(name for name, (nan, inf) in zip(grads, counts, strict=True) if nan or inf)
+        nan, inf = map(sum, zip(*counts, strict=True))
+        found = NonFinite(self.step, max(self.batches - 1, 0), name, "parameter", nan, inf)
+        self.found.append(found)
+        raise NonFiniteError(str(found))
 
     def _stepped(self, *_optimizer: Any) -> None:
         self.step += 1
@@ -216,8 +238,8 @@ def nan_watch(
         model: any module; its calls are the batches.
         what: modules to watch, see `select`; None for all. Leave out modules that return infinities
             on purpose, such as masks.
-        optimizer: its steps are counted; with `stop`, it takes no step on gradients with NaN or
-            infinities.
+        optimizer: its steps are counted; with `stop`, it takes no step on gradients of parameters
+            with NaN or infinities.
         gradients: watch the gradients of the modules' outputs too.
         stop: raise `NonFiniteError` at the end of the call, or before the step, in which something
             was found.

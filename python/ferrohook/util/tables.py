@@ -114,7 +114,8 @@ def text_table(lines: Iterable[Sequence[str]], *, right: str | None = "") -> str
         pad, width = str.rjust if on_right else str.ljust, max(map(len, column))
         return [pad(cell, width) for cell in column]
 
-    columns = starmap(padded, enumerate(zip(*map(_elided, lines), strict=True)))
+    shown = ([cell.replace("\n", "\\n") for cell in _elided(line)] for line in lines)
+    columns = starmap(padded, enumerate(zip(*shown, strict=True)))
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Self
@@ -117,7 +118,10 @@ class Folder:
         }
         file: ShardFile | None = None
         if tensors:
-            path = index.folder / ShardFile.numbered(shard.batch, len(files))
+            # A kill before the line is written leaves the files of the index as they are.
+            used = {each.name for each in before.files}
+            names = (ShardFile.numbered(shard.batch, each) for each in itertools.count(len(files)))
+            path = index.folder / next(name for name in names if name not in used)
             metadata = {"ferrohook.store": str(shard)}
             checksum = tensor_files.Checksum()
             tensor_files.write(path, tensors, metadata, sync=self.sync, checksum=checksum)
@@ -136,8 +140,8 @@ class Folder:
             line["manifest"] = content.manifest
         index.append(line, sync=self.sync)
         if restarted:
-            for old in {each.name for each in before.files} - {file and file.name}:
-                (index.folder / old).unlink(missing_ok=True)
+            for old in before.files:
+                (index.folder / old.name).unlink(missing_ok=True)
 
     def damage(self, run: str, file: ShardFile, *, contents: bool) -> str | None:
         """Compares a file with its index entry.

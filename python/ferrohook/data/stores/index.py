@@ -72,8 +72,13 @@ class RunIndex:
         self.folder = folder
         self._path = folder / self.NAME
         self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts anew, as for a file that nothing was read of."""
         self._batches: dict[int, IndexedBatch] = {}
         self._bytes_read = 0
+        self._last_line = b""
         self.manifest: Mapping[str, Any] | None = None
         """Manifest of the run, once `read` has come by it."""
 
@@ -92,9 +97,13 @@ class RunIndex:
         """Returns False if the file is missing."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._bytes_read)
+                file.seek(self._bytes_read - len(self._last_line))
+                if file.read(len(self._last_line)) != self._last_line:
+                    self._forget()  # the run was deleted, and another one has its name
+                    file.seek(0)
                 added = file.read()
         except FileNotFoundError:
+            self._forget()
             return False
         for line in added.splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -107,6 +116,7 @@ class RunIndex:
                 )
                 raise StoreError(msg) from error
             self._bytes_read += len(line)
+            self._last_line = line
         return True
 
     def _add(self, line: dict[str, Any]) -> None:

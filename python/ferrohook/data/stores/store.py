@@ -327,6 +327,9 @@ def _own_tensor(layer: str, name: Any, tensor: Any, *, copy: bool) -> Tensor:
             f"{name!r}"
         )
         raise ValueError(msg)
+    if tensor.is_nested:
+        msg = f"layer {layer!r}: {name!r} is a nested tensor: store its to_padded_tensor(0.0)"
+        raise HookTypeError(msg)
     if tensor.layout != torch.strided:
         msg = f"layer {layer!r}: {name!r} has layout {tensor.layout}: store its to_dense()"
         raise HookTypeError(msg)
