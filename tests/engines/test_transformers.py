@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +26,7 @@ from support.engines import (
     random_jobs,
     tiny_llama,
 )
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,3 +266,40 @@ def test_layers_are_hooked_by_glob(model: Any) -> None:
     (output,) = transformers.generate_batch(model, [job.prompt], [plan], **options).values()
 
     job.check(model, output, NEW)
+
+
+def test_attaching_waits_for_an_engine_that_starts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread makes its processor, which would be another one."""
+    plan, settings = fh.Plan(fh.keep("model.layers.0")), {"generation_config": greedy(NEW)}
+
+    def manager() -> Any:
+        return model.init_continuous_batching(continuous_batching_config=batching(), **settings)
+
+    def ran(attached: Any, **options: Any) -> Any:
+        attached.add_request([5, 9, 11, 20], "a", **options)
+        output = attached.get_result(timeout=LIMIT)
+        assert output is not None
+        return output
+
+    plain = manager()
+    plain.start()
+    expected = ran(plain).generated_tokens
+    plain.stop(block=True)
+    made = manager()
+    create, began = type(made)._create_batch_processor, threading.Event()
+
+    def slowly(self: Any) -> Any:
+        began.set()
+        time.sleep(0.5)
+        return create(self)
+
+    monkeypatch.setattr(type(made), "_create_batch_processor", slowly)
+    made.start()
+    assert began.wait(LIMIT)
+    with transformers.attach(made) as attached:
+        output = ran(attached, plan=plan)
+    made.stop(block=True)
+    assert output.generated_tokens == expected
+    assert len(output.acts["model.layers.0"]) == 4 + NEW - 1

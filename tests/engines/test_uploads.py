@@ -353,3 +353,23 @@ def test_the_weights_that_a_plan_copies_are_bounded() -> None:
     assert fh.Plan.from_json(text, dictionaries={"sae": SAE}, max_bytes=3 * own) == plan
     with pytest.raises(ValueError, match=r"entries\[1\]: the plan's tensors exceed max_bytes"):
         fh.Plan.from_json(text, dictionaries={"sae": SAE}, max_bytes=3 * own - 1)
+
+
+def test_replaced_uploads_that_a_server_forgets_are_told() -> None:
+    """Another server may have replaced them, so that nobody else forgets them."""
+    one, other = Uploads(3 * 400), Uploads(3 * 400)
+    worker: dict[str, Any] = {}
+    forgotten = []
+    for value in range(12):
+        server = one if value % 3 < 2 else other
+        vectors = {"a": torch.full((100,), float(value))}
+        data, digests = server.packed(vectors)
+        worker |= unpacked_uploads(data)
+        forgotten += server.put(vectors, digests)
+        sent = packed_uploads(worker, names=json.dumps(digests))
+        for each in (one, other):
+            forgotten += each.sync(sent)
+        for digest in forgotten:
+            worker.pop(digest, None)
+    assert len(worker) <= 2 * 3
+    assert digests["a"] in worker

@@ -36,6 +36,9 @@ _SHOWN: Final = 200
 """Characters of a name in an error."""
 _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
 """Fields of a body in which a plan comes."""
+_ROUTES: Final = "/v1/ferrohook"
+_MOST_CHECKED: Final = 2**26
+"""Bytes of a body up to which it is searched for a plan: more than the longest plan has."""
 
 
 class EngineRoutes(ABC):
@@ -52,7 +55,7 @@ class EngineRoutes(ABC):
 
     def router(self) -> APIRouter:
         """Returns the routes, for a server to include."""
-        router = APIRouter(prefix="/v1/ferrohook")
+        router = APIRouter(prefix=_ROUTES)
         router.get("/capabilities")(self.capabilities)
         router.get("/vectors")(self.vectors)
         router.put("/vectors")(self.put_vectors)
@@ -223,15 +226,20 @@ class PlanGate:
         if scope["type"] == "websocket":
             await self._pass_messages(scope, receive, send)
             return
-        if scope["type"] != "http" or scope["path"] in self._served:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        own = path in self._served or path.startswith(f"{_ROUTES}/")
+        if scope["type"] != "http" or own:
             await self._app(scope, receive, send)
             return
         messages: list[Message] = []
-        while not messages or messages[-1].get("more_body"):
+        size = 0
+        while (not messages or messages[-1].get("more_body")) and size <= _MOST_CHECKED:
             messages.append(await receive())
-        if _names_plan(b"".join(each.get("body", b"") for each in messages)):
+            size += len(messages[-1].get("body", b""))
+        body = b"".join(each.get("body", b"") for each in messages)
+        if size <= _MOST_CHECKED and _names_plan(body):
             served = ", ".join(sorted(self._served))
-            msg = f"{scope['path']} does not support ferrohook plans; these routes do: {served}"
+            msg = f"{path} does not support ferrohook plans; these routes do: {served}"
             status = HTTPStatus.BAD_REQUEST
             error = {"message": msg, "type": "BadRequestError", "code": status}
             await JSONResponse({"error": error}, status)(scope, receive, send)
@@ -257,13 +265,14 @@ class PlanGate:
 
 
 def _names_plan(body: bytes) -> bool:
-    """True if a body is JSON that carries a plan."""
+    """True if a body is JSON that carries a plan, or a form with such a field."""
     if f'"{NAME}"'.encode() not in body:
         return False
     try:
         return _carries(json.loads(body))
     except (ValueError, RecursionError):
-        return False  # the route's own refusal
+        # Else the route's own refusal.
+        return any(f'name="{each}"'.encode() in body for each in _CARRIERS)
 
 
 def _carries(value: Any) -> bool:

@@ -68,7 +68,8 @@ class Uploads(Mapping[str, Upload]):
         if any(len(name) > _LONGEST_NAME for name in uploads):
             msg = f"the name of an upload must not be longer than {_LONGEST_NAME} characters"
             raise ValueError(msg)
-        named = {name: it for name, (it, _) in self._named.items()} | {**uploads}
+        # A copy: another API server's uploads may be taken over meanwhile.
+        named = {name: it for name, (it, _) in self._named.copy().items()} | {**uploads}
         if len(named) > _MOST_UPLOADS:
             msg = (
                 f"at most {_MOST_UPLOADS:,} vectors and dictionaries can be uploaded, got "
@@ -116,19 +117,22 @@ class Uploads(Mapping[str, Upload]):
         """Returns the digests of the uploads."""
         return [digest for _, digest in self._named.values()]
 
-    def sync(self, data: bytes) -> None:
+    def sync(self, data: bytes) -> list[str]:
         """Takes over names and uploads of another process, as its worker has them.
 
         Args:
             data: safetensors of the uploads whose digests are new here, by these; the digests of
                 all names are metadata.
+
+        Returns:
+            Digests that are forgotten, see `put`.
         """
         names: dict[str, str] = json.loads(header_of(data)["__metadata__"]["names"])
         for name in self._named.keys() - names.keys():
             del self._named[name]
         known = {digest: each for each, digest in self._named.values()}
         known |= unpacked_uploads(data)
-        self.put({name: known[digest] for name, digest in names.items()}, names)
+        return self.put({name: known[digest] for name, digest in names.items()}, names)
 
     def drop(self, name: str, kind: type[Upload] = Tensor) -> str:
         """Drops a name; returns the digest of its upload.

@@ -25,6 +25,7 @@ from ferrohook.engines import routes, uploads
 from ferrohook.engines.model.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.vllm import calls, http, plugin, requests, supported
+from ferrohook.engines.vllm.clients import extra_args
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import RunnerWorker
 from ferrohook.engines.wire import (
@@ -42,6 +43,8 @@ from support.vllm_shapes import config
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
+
+    from ferrohook.engines.vllm.requests import FrontEnd
 
 WIDTH, PROMPT = 4, 3
 OWN = "token of the request a"
@@ -548,11 +551,12 @@ def test_a_large_plan_is_read_beside_the_event_loop(engine: Engine) -> None:
         front_end = await connect_async(engine)
         read = front_end._read
         front_end._read = lambda value: threads.append(threading.current_thread()) or read(value)  # type: ignore[method-assign, func-returns-value]
-        await front_end.read_large(params)
+        read_params = await front_end.read_large(params)
+        assert params.extra_args == {"ferrohook": text}
         assert threads != [threading.current_thread()]
         request = types.SimpleNamespace(
             request_id="a",
-            sampling_params=copy.deepcopy(params),
+            sampling_params=copy.deepcopy(read_params),
             resumable=False,
             prompt_token_ids=[5] * PROMPT,
             cache_salt=None,
@@ -588,3 +592,41 @@ def test_a_dead_engine_and_an_old_release_say_so(
     for answer in old:
         assert answer.status_code == httpx.codes.NOT_IMPLEMENTED
         assert "0.1.9 is older than the tested releases: 0.32" in answer.text
+
+
+def test_requests_that_the_engine_refuses_leave_no_ticket(engine: Engine) -> None:
+    async def refused(front_end: FrontEnd) -> None:
+        with front_end.issuing():
+            await engine.send(KEEP)
+            front_end.find("a").engine_id = None  # as if it had not joined
+            raise ZeroDivisionError
+
+    async def run() -> FrontEnd:
+        front_end = await connect_async(engine)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await refused(front_end)
+        with front_end.issuing():
+            await engine.send(KEEP)
+        return front_end
+
+    front_end = asyncio.run(run())
+    assert front_end.find("a").engine_id == "a-engine"
+
+
+@pytest.mark.parametrize("name", ["resp_1_0", "resp_1-0", "resp_1"])
+def test_failures_are_found_by_the_ids_of_each_route(engine: Engine, name: str) -> None:
+    front_end = asyncio.run(connect_async(engine))
+    front_end.failed("engine", "engine", name, "it overflowed")
+    assert front_end.failure("resp_1") == "it overflowed"
+    assert front_end.failure("resp_1") is None
+
+
+def test_a_plan_that_no_plugin_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed in ("ferrohook", "other,ferrohook"):
+        monkeypatch.setenv("VLLM_PLUGINS", listed)
+        assert extra_args(KEEP) == {"ferrohook": KEEP.to_json()}
+    for listed in ("other", ""):
+        monkeypatch.setenv("VLLM_PLUGINS", listed)
+        with pytest.raises(fh.HookError, match="add ferrohook to VLLM_PLUGINS"):
+            extra_args(KEEP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.packing import by_name
 from ferrohook.engines.sglang.front_end import ask, put, uploads_of
 from ferrohook.engines.wire import FIELD, NAME, unpacked
+from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +26,12 @@ def custom_params(plan: Plan) -> dict[str, Any]:
 
     Raises:
         HookTypeError: a Python function, typed hook or class in the plan.
+        HookError: `SGLANG_PLUGINS` leaves ferrohook out, so SGLang would ignore the plan.
     """
+    listed = os.environ.get("SGLANG_PLUGINS", "")
+    if listed and NAME not in map(str.strip, listed.split(",")):
+        msg = f"SGLang would ignore the plan: add {NAME} to SGLANG_PLUGINS, which is {listed!r}"
+        raise HookError(msg)
     return {NAME: plan.to_json()}
 
 

@@ -72,10 +72,10 @@ class ManagerWorker(EngineWorker):
         """Rows that plans may make NaN or infinite, of the step that runs or ran last."""
         self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
         self.closed = False
-        if manager.batch_processor is None:
-            # As `warmup` does; the engine's thread takes it over.
-            manager.batch_processor = manager._create_batch_processor()
-        with self._paused():
+        with self._paused():  # an engine that runs has its processor by then
+            if manager.batch_processor is None:
+                # As `warmup` does; the engine's thread takes it over.
+                manager.batch_processor = manager._create_batch_processor()
             if manager.model.device.type == "cuda":
                 # The engine zeroes its buffers on one stream, and writes them on others.
                 torch.cuda.synchronize(manager.model.device)

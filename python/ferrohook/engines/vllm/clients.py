@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.packing import by_name
 from ferrohook.engines.vllm.calls import call, taken
 from ferrohook.engines.vllm.plugin import connect
-from ferrohook.engines.wire import unpacked
+from ferrohook.engines.wire import NAME, unpacked
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -25,8 +26,13 @@ def extra_args(plan: Plan) -> dict[str, Any]:
 
     Raises:
         HookTypeError: a Python function, typed hook or class in the plan.
+        HookError: `VLLM_PLUGINS` leaves ferrohook out, so vLLM would ignore the plan.
     """
-    return {"ferrohook": plan.to_json()}
+    listed = os.environ.get("VLLM_PLUGINS")
+    if listed is not None and NAME not in listed.split(","):
+        msg = f"vLLM would ignore the plan: add {NAME} to VLLM_PLUGINS, which is {listed!r}"
+        raise HookError(msg)
+    return {NAME: plan.to_json()}
 
 
 def activations(llm: Any, output: Any, index: int = 0) -> Captured:

@@ -209,7 +209,10 @@ class _LlmRun:
             with noted(number):
                 ticket = self._front_end.find(output.request_id)
                 self._front_end.forget(ticket)
-                if (reason := self._front_end.failure(output.request_id)) is not None:
+                reason = self._front_end.failure(output.request_id)
+                if reason is None and output.outputs[0].finish_reason in {"error", "abort"}:
+                    reason = f"vLLM ended the text: {output.outputs[0].finish_reason}"
+                if reason is not None:
                     raise HookError(reason)
             ids = [*output.outputs[0].token_ids]
             ends.append(TextEnd(number, ids, cast("int", ticket.tokens)))

@@ -157,7 +157,8 @@ async def sync(engine: Any, front_end: FrontEnd) -> None:
     if front_end.servers > 1:
         # The first rank resolves a name; the others have the uploads too.
         data, *_ = await call_async(engine, "uploaded", front_end.uploads.digests())
-        front_end.uploads.sync(data)
+        for digest in front_end.uploads.sync(data):
+            await call_async(engine, "drop", digest)
 
 
 def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
@@ -256,30 +257,35 @@ def _processing(
 def _adding(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if has_plan(params):
-        try:
-            if keys := connect(self).take_cancelled():
-                call(self, "discard", keys)
-        except HookError as error:
-            raise BadPlanError(str(error)) from error
-    return original(self, request_id, prompt, params, *args, **kwargs)
+    if not has_plan(params):
+        return original(self, request_id, prompt, params, *args, **kwargs)
+    try:
+        front_end = connect(self)
+        if keys := front_end.take_cancelled():
+            call(self, "discard", keys)
+    except HookError as error:
+        raise BadPlanError(str(error)) from error
+    with front_end.issuing():
+        return original(self, request_id, prompt, params, *args, **kwargs)
 
 
 @_around("v1.engine.async_llm.AsyncLLM.add_request")
 async def _adding_async(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if has_plan(params):
-        try:
-            front_end = await connect_async(self)
-            if keys := front_end.take_cancelled():
-                await call_async(self, "discard", keys)
-            if front_end.names_uploads(params):
-                await sync(self, front_end)
-            await front_end.read_large(params)
-        except (HookError, ValueError) as error:
-            raise BadPlanError(str(error)) from error
-    return await original(self, request_id, prompt, params, *args, **kwargs)
+    if not has_plan(params):
+        return await original(self, request_id, prompt, params, *args, **kwargs)
+    try:
+        front_end = await connect_async(self)
+        if keys := front_end.take_cancelled():
+            await call_async(self, "discard", keys)
+        if front_end.names_uploads(params):
+            await sync(self, front_end)
+        params = await front_end.read_large(params)
+    except (HookError, ValueError) as error:
+        raise BadPlanError(str(error)) from error
+    with front_end.issuing():
+        return await original(self, request_id, prompt, params, *args, **kwargs)
 
 
 @_around("v1.engine.parallel_sampling.ParentRequest.get_child_info")

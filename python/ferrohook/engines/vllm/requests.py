@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import re
@@ -10,6 +11,7 @@ import threading
 import uuid
 import weakref
 from collections import deque
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from prometheus_client import Counter
@@ -22,7 +24,7 @@ from ferrohook.engines.vllm.supported import refuse
 from ferrohook.engines.wire import FIELD, GATES, NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ferrohook.engines.gate_events import AnswerGates
     from ferrohook.engines.model.modules import ModuleTable
@@ -91,6 +93,8 @@ streams: Final[weakref.WeakValueDictionary[str, AnswerGates]] = weakref.WeakValu
 PLANS: Final = Counter("ferrohook_plans", "Requests with a plan that were admitted")
 _FAILURES: Final = Counter("ferrohook_failures", "Requests whose plan failed while they ran")
 _ROWS: Final = Counter("ferrohook_rows", "Tokens of finished requests with a plan")
+_ISSUED: Final[ContextVar[list[CapturingRequest]]] = ContextVar("ferrohook_issued")
+"""Tickets of the request that is being added."""
 _COMPLETION: Final = re.compile(r"(cmpl-.+)-(\d+)")
 """Id of the request of one prompt of a completion."""
 _SEVERAL: Final = "the plans of several requests with this id failed: choose different ids"
@@ -145,10 +149,11 @@ class FrontEnd:
         """True if the plan of a request may name uploads."""
         return may_name_uploads(text_of(params.extra_args[NAME]))
 
-    async def read_large(self, params: Any) -> None:
-        """Reads the plan of a request in a thread, if it is large.
+    async def read_large(self, params: Any) -> Any:
+        """Reads the plan of a request in a thread, if it is large; returns the parameters with it.
 
-        In the event loop the texts of all others would stand still meanwhile.
+        In the event loop the texts of all others would stand still meanwhile. The caller may use
+        its parameters again.
 
         Raises:
             ValueError: the plan is bad.
@@ -156,7 +161,9 @@ class FrontEnd:
         value = params.extra_args[NAME]
         if isinstance(value, str) and len(value) > _LARGE:
             read = await asyncio.to_thread(self._read, value)
+            params = copy.copy(params)
             params.extra_args = {**params.extra_args, NAME: read}
+        return params
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -216,7 +223,24 @@ class FrontEnd:
             return found[1], int(found[2])
         return request_id, 0
 
+    @contextlib.contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Forgets the tickets that are issued inside, if their requests are refused after that."""
+        issued: list[CapturingRequest] = []
+        token = _ISSUED.set(issued)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                for ticket in issued:
+                    if ticket.engine_id is None and ticket.key in self._by_key:
+                        self._forget(ticket)
+            raise
+        finally:
+            _ISSUED.reset(token)
+
     def _issue(self, ticket: CapturingRequest) -> None:
+        _ISSUED.get([]).append(ticket)
         with self._lock:
             self._tickets.setdefault((ticket.request_id, ticket.choice), []).append(ticket)
             self._by_key[ticket.key] = ticket
@@ -275,7 +299,7 @@ class FrontEnd:
 
     def failure(self, request_id: str) -> str | None:
         """Returns the failure of a client's request, or of one of its prompts, once."""
-        names = re.compile(rf"{re.escape(request_id)}(-\d+)?")
+        names = re.compile(rf"{re.escape(request_id)}([-_]\d+)?")
         with self._lock:
             name = next(filter(names.fullmatch, self._failures), None)
             return None if name is None else self._failures.pop(name)[1]

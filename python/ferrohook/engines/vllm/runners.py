@@ -60,6 +60,8 @@ def attach(runner: Any, config: Any) -> RunnerWorker:
         return logits
 
     def sampling(output: Any, *_args: Any, **_kwargs: Any) -> None:
+        if output is None:
+            return  # vLLM's own error follows
         is_later = hasattr(output, "get_output")
         with worker.failing():
             worker.read_checks(wait=not is_later)

@@ -390,6 +390,8 @@ class RunnerWorker(EngineWorker):
             output: of the model.
             slots: of each layer, the slots of the step's rows.
         """
+        if not any(request.changes for request, _ in self._in_step):
+            return  # as in a dummy step, which has no slots
         hidden = output[0] if isinstance(output, tuple) else output
         later = self._reads_later(hidden)
         if later:  # the next step overwrites them
