@@ -30,6 +30,29 @@ def test_outputs_are_bit_for_bit_the_same(case: Case) -> None:
     assert same(hooked.forward(*arguments), plain.forward(*arguments))
 
 
+class Answering(nn.Module):
+    """Answers for its own attributes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def __getattribute__(self, name: str) -> Any:
+        return torch.neg if name == "forward" else super().__getattribute__(name)
+
+
+def test_a_class_that_answers_for_its_attributes_chooses_its_forward() -> None:
+    model = nn.Sequential(Answering())
+    expected = model(x())
+    assert torch.equal(expected, -x())
+    hooked = fh.HookedModule(Answering())
+    for _ in range(2):
+        assert torch.equal(hooked(x()), expected)
+    hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    assert torch.equal(hooked(x()), expected * 2)
+    with fh.register(model, "0", lambda _module, _args, output: output * 2):
+        assert torch.equal(model(x()), expected * 2)
+
+
 def test_a_lazy_module_is_initialised_under_the_wrapper() -> None:
     hooked = fh.HookedModule(nn.LazyLinear(4))
     fired = hooked.register_forward_hook(lambda *_: None)
