@@ -9,13 +9,16 @@ import signal
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
+
+_ENVIRONMENT: Final = dict(os.environ)
+"""Variables before an engine of this process added its own, such as how processes start."""
 
 
 def free_port() -> int:
@@ -36,7 +39,7 @@ def started(
         command: starts it.
         port: that it listens on.
         log: takes its output.
-        environment: variables beside this process's.
+        environment: variables beside the ones that this process started with.
         patience: seconds within which it answers.
     """
     with log.open("w") as out:
@@ -44,7 +47,7 @@ def started(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**_ENVIRONMENT, **environment},
             start_new_session=True,
         )
     try:
