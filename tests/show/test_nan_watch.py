@@ -156,6 +156,19 @@ def test_no_step_is_made_on_gradients_of_parameters_that_are_not_finite(
     assert [(each.module, each.phase) for each in watch.found] == [("2.weight", "parameter")]
 
 
+def test_each_parameter_of_the_optimizer_is_looked_at(model: nn.Sequential) -> None:
+    """Parameters outside of the model have no names."""
+    bad, fine = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    bad.grad, fine.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
+    optimizer = torch.optim.SGD([bad, fine], 0.1)
+    with (
+        fh.nan_watch(model, optimizer=optimizer, stop=True),
+        pytest.raises(fh.errors.NonFiniteError, match=r"1 NaN .*gradient of 'a parameter'"),
+    ):
+        optimizer.step()
+    assert torch.equal(bad, torch.ones(2))
+
+
 def test_calls_that_raise_are_looked_at_and_keep_their_error(model: nn.Sequential) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError

@@ -33,12 +33,14 @@ from ferrohook.client.errors import (
     error_of_status,
     made,
     reason_of,
+    strange,
 )
 from ferrohook.dictionaries.packing import by_name
 from ferrohook.engines.wire import (
     FIELD,
     HEADER,
     NAME,
+    ROUTES,
     digest_of,
     error_of,
     packed_uploads,
@@ -64,11 +66,8 @@ AnyPlan: TypeAlias = Plan | str | Mapping[str, Any] | None
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, its tokens, or the messages of a chat."""
 
-ROUTES: Final = "/v1/ferrohook"
 _PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 """Field of a request that has the plan, by engine."""
-STRANGE: Final = "the answer does not come from a ferrohook server"
-"""Start of the error for an answer in another form."""
 _CUT_OFF: Final = {"abort", "error"}
 """Reasons for the end of a text that is not whole."""
 
@@ -372,7 +371,7 @@ def _any(response: httpx.Response) -> Any:
     try:
         return response.json()
     except ValueError as error:
-        raise _strange(response, error) from error
+        raise strange(error, response.status_code, str(response.request.url)) from error
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
@@ -386,7 +385,7 @@ def _read(read: Any, response: httpx.Response) -> Any:
     try:
         return read(body)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise _strange(response, error) from error
+        raise strange(error, response.status_code, str(response.request.url)) from error
 
 
 def _read_bytes(read: Any, content: bytes, url: str) -> Any:
@@ -394,10 +393,4 @@ def _read_bytes(read: Any, content: bytes, url: str) -> Any:
     try:
         return read(content)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        reason = f"{STRANGE}: {error!r}"
-        raise ServerError(reason, httpx.codes.OK, url) from error
-
-
-def _strange(response: httpx.Response, error: Exception) -> ServerError:
-    url = str(response.request.url)
-    return ServerError(f"{STRANGE}: {error!r}", response.status_code, url)
+        raise strange(error, httpx.codes.OK, url) from error

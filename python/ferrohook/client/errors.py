@@ -82,6 +82,11 @@ def made(reason: str, status: int, url: str) -> ServerError:
     return ServerError(reason, status, url)
 
 
+def strange(error: Exception, status: int, url: str) -> ServerError:
+    """Returns the error of an answer in another form; `error`: raised by reading it."""
+    return ServerError(f"the answer does not come from a ferrohook server: {error!r}", status, url)
+
+
 def error_of_event(event: Mapping[str, Any], url: str) -> ServerError | None:
     """Returns the error in an event of a stream; None without one."""
     found = event.get("error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,8 +11,14 @@ import httpx
 import torch
 
 from ferrohook.client.answers import Generated, TextChunk
-from ferrohook.client.calls import STRANGE, proof_in
-from ferrohook.client.errors import ServerError, UnavailableError, error_of_event, unreachable
+from ferrohook.client.calls import proof_in
+from ferrohook.client.errors import (
+    ServerError,
+    UnavailableError,
+    error_of_event,
+    strange,
+    unreachable,
+)
 from ferrohook.engines.wire import FIELD, GATES, HEADER
 from ferrohook.errors import HookError
 from ferrohook.gates.streaming import numbers_of
@@ -62,8 +69,7 @@ class _Events:
             except ServerError:
                 raise
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                reason = f"{STRANGE}: {error!r}"
-                raise ServerError(reason, httpx.codes.OK, self._url) from error
+                raise strange(error, httpx.codes.OK, self._url) from error
             if found is not None:
                 yield found
 
@@ -132,8 +138,6 @@ class _Stream(Generic[Finished]):
         self._response = response
         self._events = _Events(pending, response)
         self._finish = finish
-        self._reading: Any = None
-        """The one iterator over the parts: whoever iterates again goes on."""
         self._generated: Generated | None = None
 
     @property
@@ -164,9 +168,12 @@ class TextStream(_Stream[Generated]):
             >>> for chunk in stream.chunks():
             ...     print(chunk.text, chunk.gates.get("sad"))
         """
-        self._reading = self._reading or self._read()
-        found: Iterator[TextChunk] = self._reading
-        return found
+        return self._reading
+
+    @functools.cached_property
+    def _reading(self) -> Iterator[TextChunk]:
+        """The one iterator over the parts: a second loop goes on with it."""
+        return self._read()
 
     def _read(self) -> Iterator[TextChunk]:
         try:
@@ -188,9 +195,12 @@ class AsyncTextStream(_Stream[Awaitable[Generated]]):
 
     def chunks(self) -> AsyncIterator[TextChunk]:
         """Iterates over the parts of the text with values of gates, see `TextStream.chunks`."""
-        self._reading = self._reading or self._read()
-        found: AsyncIterator[TextChunk] = self._reading
-        return found
+        return self._reading
+
+    @functools.cached_property
+    def _reading(self) -> AsyncIterator[TextChunk]:
+        """The one iterator over the parts: a second loop goes on with it."""
+        return self._read()
 
     async def _read(self) -> AsyncIterator[TextChunk]:
         try:

@@ -92,17 +92,15 @@ class CapturedOutputs(Source):
             HookError: a tensor has other rows.
         """
         own = self._value
-        taken = {
-            layer: {
-                ".".join([f"{own}#{number}" if number else own, *map(str, path)]): tensor
+        taken: dict[str, dict[str, Tensor]] = {}
+        for layer, calls in self._activations.items():
+            leaves = [
+                (".".join([f"{own}#{number}" if number else own, *map(str, path)]), tensor)
                 for number, value in enumerate(calls)
                 for path, tensor in tensors_by_path(value)
-            }
-            for layer, calls in self._activations.items()
-        }
-        for layer, tensors in taken.items():
-            leaves = sum(1 for value in self._activations[layer] for _ in tensors_by_path(value))
-            if leaves > len(tensors):
+            ]
+            tensors = taken[layer] = dict(leaves)
+            if len(tensors) < len(leaves):
                 msg = f"two tensors of layer {layer!r} have one path, joined by dots: rename a key"
                 raise HookError(msg)
             for name, tensor in tensors.items():

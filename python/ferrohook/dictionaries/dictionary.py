@@ -124,7 +124,7 @@ class Dictionary:
             msg = f"{option} is for transcoders: pass transcoder=True"
             raise ValueError(msg)
         tensors = {
-            name: it.detach().clone() if it.requires_grad else it
+            name: it.detach().clone() if it.requires_grad else it.detach()
             for name, it in given.items()
             if it is not None
         }

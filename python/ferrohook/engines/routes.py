@@ -16,7 +16,7 @@ from starlette.status import WS_1008_POLICY_VIOLATION
 from torch import Tensor
 
 from ferrohook.dictionaries.dictionary import Dictionary
-from ferrohook.engines.wire import NAME, NOUNS, Upload, bytes_of, unpacked_uploads
+from ferrohook.engines.wire import NAME, NOUNS, ROUTES, Upload, bytes_of, unpacked_uploads
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _SHOWN: Final = 200
 """Characters of a name in an error."""
 _CARRIERS: Final = frozenset({"vllm_xargs", "extra_args", "custom_params"})
 """Fields of a body in which a plan comes."""
-_ROUTES: Final = "/v1/ferrohook"
 _MOST_CHECKED: Final = 2**26
 """Bytes of a body up to which it is searched for a plan: more than the longest plan has."""
 
@@ -55,7 +54,7 @@ class EngineRoutes(ABC):
 
     def router(self) -> APIRouter:
         """Returns the routes, for a server to include."""
-        router = APIRouter(prefix=_ROUTES)
+        router = APIRouter(prefix=ROUTES)
         router.get("/capabilities")(self.capabilities)
         router.get("/vectors")(self.vectors)
         router.put("/vectors")(self.put_vectors)
@@ -227,7 +226,7 @@ class PlanGate:
             await self._pass_messages(scope, receive, send)
             return
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        own = path in self._served or path.startswith(f"{_ROUTES}/")
+        own = path in self._served or path.startswith(f"{ROUTES}/")
         if scope["type"] != "http" or own:
             await self._app(scope, receive, send)
             return
@@ -236,8 +235,8 @@ class PlanGate:
         while (not messages or messages[-1].get("more_body")) and size <= _MOST_CHECKED:
             messages.append(await receive())
             size += len(messages[-1].get("body", b""))
-        body = b"".join(each.get("body", b"") for each in messages)
-        if size <= _MOST_CHECKED and _names_plan(body):
+        bodies = (each.get("body", b"") for each in messages)
+        if size <= _MOST_CHECKED and _names_plan(b"".join(bodies)):
             served = ", ".join(sorted(self._served))
             msg = f"{path} does not support ferrohook plans; these routes do: {served}"
             status = HTTPStatus.BAD_REQUEST

@@ -24,6 +24,8 @@ NOUNS: Final[Mapping[type[Upload], str]] = {Tensor: "vector", Dictionary: "dicti
 """Kinds of uploads, for errors."""
 NAME: Final = "ferrohook"
 """Key of a plan in the parameters of a request, and of the options of an engine."""
+ROUTES: Final = "/v1/ferrohook"
+"""Start of the paths of a server's own routes."""
 VECTORS: Final = "ferrohook_vectors"
 """Key of the uploads that a plan names, where they travel with it."""
 DICTIONARIES: Final = "dictionaries"

@@ -137,15 +137,16 @@ class NanWatch:
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         """Raises if a gradient of the optimizer's parameters is not finite."""
-        names = {it: name for name, it in self._watched.model.named_parameters()}
-        used = [it for group in optimizer.param_groups for it in group["params"]]
-        grads = {names.get(it, "a parameter"): it.grad for it in used if it.grad is not None}
-        values = [it._values() if it.is_sparse else it for it in grads.values()]
-        finite = [it.isfinite().all() for it in values]
+        every = (it for group in optimizer.param_groups for it in group["params"])
+        used = [it for it in every if it.grad is not None]
+        values = [it.grad._values() if it.grad.is_sparse else it.grad for it in used]
+        finite = [it.isfinite().all() for it in values]  # a GPU has them all before the first read
         if all(finite):
             return
+        names = {it: name for name, it in self._watched.model.named_parameters()}
         counts = [(int(it.isnan().sum()), int(it.isinf().sum())) for it in values]
-        name = next(name for name, (nan, inf) in zip(grads, counts, strict=True) if nan or inf)
+        first = next(it for it, count in zip(used, counts, strict=True) if any(count))
+        name = names.get(first, "a parameter")
         nan, inf = map(sum, zip(*counts, strict=True))
         found = NonFinite(self.step, max(self.batches - 1, 0), name, "parameter", nan, inf)
         self.found.append(found)

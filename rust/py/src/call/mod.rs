@@ -264,8 +264,8 @@ impl<'py> Call<'_, 'py> {
         self.forward_pre_seen(hooks, target, |_, _, _| Ok(()))
     }
 
-    /// Does as [`Self::forward_pre`]; `seen` gets each hook that ran, the call, and true if the hook replaced
-    /// the arguments.
+    /// Does as [`Self::forward_pre`]; `seen` gets each hook that ran, the call, and true if the hook
+    /// replaced the arguments.
     pub fn forward_pre_seen<'s>(
         &mut self,
         hooks: impl Iterator<Item = Owned<'s, 'py>>,

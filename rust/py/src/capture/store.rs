@@ -205,7 +205,8 @@ impl<'py> View<'py> {
         }
     }
 
-    /// Returns [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have it too.
+    /// Returns [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have
+    /// it too.
     fn apart(&self) -> PyResult<Bound<'py, PyAny>> {
         match &self.rows {
             Some(rows) => rows.narrow(&self.stored, copied),
