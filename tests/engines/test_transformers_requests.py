@@ -259,6 +259,14 @@ MISFITS = {
         fh.on(LAYER, fh.Add(torch.ones(len(PROMPT), WIDTH))),
         "for every number of tokens",
     ),
+    "a gate of another width": (
+        fh.gate("on", LAYER, fh.Dot(torch.ones(5))),
+        f"gate 'on' does not fit the output of .*width 5, got {WIDTH}",
+    ),
+    "a gate on a token that is not there": (
+        fh.gate("on", "lm_head", fh.TokenProbability([10_000])),
+        "token id 10000 .* out of range",
+    ),
     "too many dimensions": (fh.on(LAYER, fh.Add(torch.ones(1, 1, 1, WIDTH))), "does not fit"),
     "a change of a missing part": (
         fh.on(ATTENTION, fh.Zero(output_index=4)),

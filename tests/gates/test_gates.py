@@ -123,7 +123,7 @@ UNPREPARED: list[tuple[list[Any], type[Exception], str]] = [
     (
         [fh.gate("g", "@resid_post.0", fh.Dot(torch.ones(3)))],
         fh.HookTypeError,
-        "width 3, @resid_post.0 has 8",
+        "width 3, got 8 at @resid_post.0",
     ),
     ([GATE, fh.keep("@gate.g"), fh.keep("@gate.g")], fh.HookError, "keeps '@gate.g' again"),
     ([fh.gate("g", "missing", fh.Norm())], fh.SelectionError, "missing"),
@@ -159,7 +159,10 @@ def test_a_strength_without_a_gate_needs_no_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("reading", "words"),
-    [(fh.Dot(torch.ones(3)), "width 3, got 8"), (fh.TokenProbability([99]), "99 is out of range")],
+    [
+        (fh.Dot(torch.ones(3)), "width 3, got 8"),
+        (fh.TokenProbability([99]), "token id 99 of .* is out of range"),
+    ],
 )
 def test_a_reading_that_does_not_fit_names_the_gate(reading: Any, words: str) -> None:
     plan = fh.Plan(fh.gate("g", f"{LAYERS}.0", reading), fh.keep("@gate.g"))

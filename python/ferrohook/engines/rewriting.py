@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from ferrohook.dictionaries.transcoded import check_places, one_place
 from ferrohook.effects.interventions import Add, Replace
 from ferrohook.effects.routing import ONLY_AT_EXPERTS, Replay, Route, bound
-from ferrohook.engines.model.step_values import check_features, check_slice, check_width
+from ferrohook.engines.model.step_values import (
+    check_features,
+    check_reading,
+    check_slice,
+    check_width,
+)
 from ferrohook.errors import HookError, HookTypeError
-from ferrohook.gates.readings import TokenProbability
 from ferrohook.names.spelling import SIGN, from_lens, kind_of, split_head
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import (
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
 
     from ferrohook.effects.intervention import Intervention
     from ferrohook.engines.model.modules import ModuleInfo, ModuleTable, SampledLogits
-    from ferrohook.gates.readings import Reading
     from ferrohook.tokens.positions import At
 
 _NO_ROUTES: Final = "a compiled engine chooses no other experts: start it with enforce_eager=True"
@@ -194,15 +197,9 @@ def _gate_at_logits(entry: GateEntry, logits: SampledLogits) -> GateEntry:
             "at='last_prompt', or at=slice(-1, None) for both"
         )
         raise ValueError(msg)
-    if isinstance(gate.reading, TokenProbability) and max(gate.reading.ids) >= logits.width:
-        msg = (
-            f"token id {max(gate.reading.ids)} of gate {gate.name!r} is out of range: the model "
-            f"has {logits.width} logits"
-        )
-        raise ValueError(msg)
     if entry.options:
         raise ValueError(_FIXED.format(_LOGITS))
-    _check_reading(gate.reading, logits.width)
+    check_reading(entry, _LOGITS, logits.width)
     options = {} if logits.part is None else {"output_index": logits.part}
     return dataclasses.replace(entry, what=[logits.path], options=options)
 
@@ -244,19 +241,8 @@ def _gate_index(entry: GateEntry, name: str, info: ModuleInfo, modules: ModuleTa
     else:
         width = info.width if index is None else info.part(name, index)[0]
         meant = info.index(name, index)
-    _check_reading(entry.gate.reading, width)
+    check_reading(entry, name, width)
     return meant
-
-
-def _check_reading(reading: Reading, width: int) -> None:
-    """Validates the width of the vectors that a gate reads.
-
-    Raises:
-        ValueError: they have another.
-    """
-    if reading.width not in {None, width}:
-        msg = f"{reading!r} reads vectors of width {reading.width}, but the tensor has {width}"
-        raise ValueError(msg)
 
 
 def _tokens_first(entry: Entry, modules: ModuleTable) -> Entry:

@@ -55,10 +55,15 @@ class Reading(ABC):
             )
             raise HookTypeError(msg)
         flat = vectors.flatten(1).to(torch.float32)
-        if self.width not in {None, flat.shape[1]}:
-            msg = f"{self!r} reads vectors of width {self.width}, got {flat.shape[1]}"
-            raise HookTypeError(msg)
+        if (reason := self.refusal(flat.shape[1])) is not None:
+            raise HookTypeError(reason)
         return self._read(flat)
+
+    def refusal(self, width: int) -> str | None:
+        """Returns why it cannot read vectors of a width; None if it can."""
+        if self.width in {None, width}:
+            return None
+        return f"{self!r} reads vectors of width {self.width}, got {width}"
 
     @property
     def width(self) -> int | None:
@@ -365,10 +370,13 @@ class TokenProbability(Reading):
             raise ValueError(msg)
         object.__setattr__(self, "ids", tuple(given))
 
+    def refusal(self, width: int) -> str | None:
+        """Returns why it cannot read vectors of a width; None if it can."""
+        if max(self.ids) < width:
+            return None
+        return f"token id {max(self.ids)} of {self!r} is out of range of {width} logits"
+
     def _read(self, vectors: Tensor) -> Tensor:
-        if max(self.ids) >= vectors.shape[1]:
-            msg = f"token id {max(self.ids)} is out of range of {vectors.shape[1]} logits"
-            raise HookTypeError(msg)
         return vectors.softmax(-1)[:, list(self.ids)].sum(-1)
 
 

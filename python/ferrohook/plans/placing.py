@@ -78,7 +78,7 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
 
     Raises:
         HookError: several are selected, and not listed one by one.
-        HookTypeError: a tensor has another width than the reading.
+        HookTypeError: a tensor has a width that the reading cannot read.
     """
     if (problem := entry.sum_refusal(places)) is not None:
         raise HookError(problem)
@@ -87,8 +87,8 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         shape = place.shape
         if place.head is not None or shape is None or len(shape) != _VECTORS:
             continue  # a call shows the width
-        if reading.width not in {None, shape[-1]}:
-            msg = f"{reading!r} reads vectors of width {reading.width}, {name} has {shape[-1]}"
+        if (reason := reading.refusal(shape[-1])) is not None:
+            msg = f"{reason} at {name}"
             raise HookTypeError(msg)
 
 

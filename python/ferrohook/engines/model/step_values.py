@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ferrohook.attach.attention import is_point
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.parts import part_of
-from ferrohook.plans.entries import Entry, HookEntry, KeepEntry
+from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
 from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import parts, rebuilt, tensors_in
 
@@ -193,6 +193,8 @@ class StepValues(NamedTuple):
                 raise ValueError(msg)
             _check_vector(entry.hook, where, found, dim)
             return
+        if isinstance(entry, GateEntry) and isinstance(found, Tensor) and place.head is None:
+            check_reading(entry, where, found.numel() // found.shape[dim])
         for tensor in tensors:
             check_features(entry, where, tensor.shape[-1], *tensor.shape[-2:-1])
             rows = dim if any(tensor is it for it in with_rows) else None
@@ -274,6 +276,17 @@ def check_width(hook: Intervention, tensor: str, width: int) -> None:
     """
     if not hook.fits((width,)):
         msg = f"{hook!r} has a width of {hook.width}, but the {tensor} has {width}"
+        raise ValueError(msg)
+
+
+def check_reading(entry: GateEntry, tensor: str, width: int) -> None:
+    """Checks that a gate can read a tensor.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if (reason := entry.gate.reading.refusal(width)) is not None:
+        msg = f"gate {entry.gate.name!r} does not fit the {tensor}: {reason}"
         raise ValueError(msg)
 
 
