@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NEW = 4
 NUMBER = 6
 WAIT = 100
+LAYER = "model.layers.1"
 
 pytestmark = pytest.mark.cuda
 
@@ -92,3 +93,30 @@ def test_non_finite_rows_fail_their_request_alone(models: tuple[Any, Any]) -> No
         else:
             assert "keys or values of layer 1" in str(output.hook_error)
             assert not output.generated_tokens
+
+
+def _raising(*_: Any) -> None:
+    msg = "beyond the answer"
+    raise ValueError(msg)
+
+
+@pytest.mark.parametrize("hook", [fh.Scale(3e38), _raising], ids=["not finite", "raises"])
+def test_a_row_beyond_the_answer_fails_nobody(models: tuple[Any, Any], hook: Any) -> None:
+    # The last token of an answer is in flight as the answer is given out.
+    on_gpu, on_cpu = models
+    jobs = [Job(job.prompt, kept=(LAYER,)) for job in random_jobs(NUMBER, seed=7, longest=20)]
+    plans = []
+    for job in jobs:
+        beyond = slice(len(job.prompt) + NEW - 1, None)
+        plans.append(fh.Plan(fh.on(f"{LAYER}.self_attn.k_proj", hook, at=beyond), fh.keep(LAYER)))
+    for job, output in zip(jobs, answers(on_gpu, [it.prompt for it in jobs], plans), strict=True):
+        assert output.hook_error is None
+        job.check(on_cpu, output, NEW)
+
+
+def test_a_row_of_the_answer_fails_its_request(models: tuple[Any, Any]) -> None:
+    on_gpu, _ = models
+    prompts = [job.prompt for job in random_jobs(NUMBER, seed=7, longest=20)]
+    plans = [fh.Plan(fh.on(LAYER, _raising, at=len(it) + NEW - 2)) for it in prompts]
+    for output in answers(on_gpu, prompts, plans):
+        assert "beyond the answer" in str(output.hook_error)

@@ -69,7 +69,11 @@ class ManagerWorker(EngineWorker):
         self._step: StepRows
         """Rows of the step that runs."""
         self._watched: WatchedRows | None = None
-        """Rows that plans may make NaN or infinite, of the step that runs or ran last."""
+        """Rows that plans may make NaN or infinite, of the step that runs or is given out next."""
+        self._in_flight: WatchedRows | None = None
+        """Those of the step that runs while the one before is given out."""
+        self._late: list[EngineRequest] = []
+        """Requests that failed in that step: the one before may end them as they should."""
         self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
         self.closed = False
         with self._paused():  # an engine that runs has its processor by then
@@ -196,7 +200,11 @@ class ManagerWorker(EngineWorker):
         self, original: Callable[..., bool], *args: Any, **options: Any
     ) -> bool:
         goes_on = original(*args, **options)
+        if self._in_flight is not None:
+            self._watched, self._in_flight = self._in_flight, None
         with self.failing():
+            late, self._late = self._late, []
+            self._failed += [each for each in late if each.name in self.requests]
             if self.requests:
                 self._forget_gone()
         return goes_on
@@ -217,8 +225,11 @@ class ManagerWorker(EngineWorker):
         in_step = [request for request, _ in self._in_step]
         with self.running(rows):
             original()
+        if self._asynchronous:
+            self._in_flight, self._watched = self._watched, None
+            self._late, self._failed = self._failed, []
         with self.failing(in_step):
-            # Asynchronous: its tokens are given out after the next step, and nothing waits here.
+            # Asynchronous: the step before is given out now, and nothing waits for this one.
             self._fail_lost(before if self._asynchronous else self._watched)
         self._end_failed()
 
@@ -337,7 +348,10 @@ class ManagerWorker(EngineWorker):
     def _fail_lost(self, watched: WatchedRows | None) -> None:
         """Fails the requests whose rows in a step were NaN or infinite."""
         for name, what in ({} if watched is None else watched.lost()).items():
-            if (request := self.requests.get(name)) is not None:
+            if (request := self.requests.get(name)) in self._late:
+                self._late.remove(request)
+                self._failed.append(request)
+            elif request is not None:
                 self.fail(request, failure(what))
 
     def _end_failed(self) -> None:
@@ -382,7 +396,8 @@ class ManagerWorker(EngineWorker):
             self._fail_lost(watched)
         self._end_failed()
         request = self.requests.get(output.request_id)
-        if request is not None and request.state == "ended":
+        late = request in self._late
+        if request is not None and request.state == "ended" and not late:
             return False
         ended = end = None
         if request is not None and output.is_finished():
@@ -390,18 +405,28 @@ class ManagerWorker(EngineWorker):
             if self._asynchronous:
                 # The last token does not count: it runs if the next step was prepared before.
                 end = len(output.prompt_ids) + len(output.generated_tokens) - 1
-        _give(output, ended, end)
+        _give(output, ended, end, late=late)
         return True
 
 
-def _give(output: Any, request: EngineRequest | None, end: int | None = None) -> None:
-    """Closes a request that ends; adds its activations before a position and its failure."""
+def _give(
+    output: Any, request: EngineRequest | None, end: int | None = None, *, late: bool = False
+) -> None:
+    """Closes a request that ends; adds its activations before a position and its failure.
+
+    Args:
+        output: of the engine.
+        request: of the output; None to add nothing.
+        end: the position.
+        late: whether the failure came after it.
+    """
     output.acts, output.hook_error = {}, None
     if request is None:
         return
     try:
         request.close()
-        output.acts, output.hook_error = request.result(end)
+        output.acts, error = request.result(end)
+        output.hook_error = None if late else error
     except Exception as fault:  # noqa: BLE001 (the request's failure: the engine goes on)
         output.hook_error = request.error or fault
     if output.hook_error is not None:
