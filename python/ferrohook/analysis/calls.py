@@ -83,6 +83,15 @@ class ModelCall(NamedTuple):
         args, kwargs = map_tensors(own, (self.args, self.kwargs))
         return ModelCall(args, kwargs, rows)
 
+    def recordable(self) -> ModelCall:
+        """Returns the call with tensors that autograd can save; for a block without inference mode."""
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        args, kwargs = map_tensors(own, (self.args, self.kwargs))
+        return ModelCall(args, kwargs, self.rows)
+
     @property
     def mask(self) -> Tensor | None:
         """Tokens that are no padding, (rows, positions), by `attention_mask`; None without one."""

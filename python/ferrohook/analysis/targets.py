@@ -156,7 +156,7 @@ class Targets:
             return leaf, leaf.clone()
 
         with torch.inference_mode(mode=False), torch.enable_grad():
-            found, output = self._pass(call, reached)
+            found, output = self._pass(call.recordable(), reached)
             value = score(metric, output)
             if not value.requires_grad:
                 msg = (
