@@ -481,6 +481,20 @@ def test_inductor_keeps_the_order_of_hooks() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_sites_keep_no_batch_that_was_left() -> None:
+    own = copy.deepcopy(model())
+    scope = fh.scope()
+    fh.register(own, "body.first", fh.Scale(2.0), scope=scope)
+    batch = fh.batch({scope: slice(0, ROWS)}, positions=torch.arange(ROWS))
+    gone = weakref.ref(batch)
+    with fh.rows.sites(own, "*"):
+        with torch.no_grad(), batch:
+            own(torch.randn(ROWS, WIDTH, dtype=torch.float64))
+        del batch
+        gc.collect()
+        assert gone() is None
+
+
 def test_a_model_with_sites_is_collected() -> None:
     own = copy.deepcopy(model())
     gone = weakref.ref(own)

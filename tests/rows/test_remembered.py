@@ -69,6 +69,21 @@ def test_a_hook_that_comes_later_fires(model: nn.Sequential) -> None:
     assert torch.equal(steps(model, rows), expected)
 
 
+def test_a_vector_of_another_width_fails_its_member_in_a_later_batch(
+    model: nn.Sequential, caplog: pytest.LogCaptureFixture
+) -> None:
+    plans = [fh.Plan(fh.on("0", fh.Add(each))) for each in (ONE, torch.tensor([10.0]))]
+    members = [plan.prepare(model).open() for plan in plans]
+    rows = {member: row for row, member in enumerate(members)}
+    assert torch.equal(steps(model, rows), X + torch.stack([ONE, TEN]))
+    wide = torch.cat([X, X], dim=1)
+    found = step(model, rows, wide)
+    assert isinstance(members[0].error, fh.HookTypeError)
+    assert members[1].error is None
+    assert torch.equal(found, torch.stack([wide[0], wide[1] + 10]))
+    assert "width of 4" in caplog.text
+
+
 def test_order_follows_a_changed_priority(model: nn.Sequential) -> None:
     rows, handles = scopes(model)
     first = next(iter(rows))
