@@ -172,6 +172,20 @@ assert started.wait(60)
     assert_ends_well(run_with_torch(WITH_MODULE + code))
 
 
+def test_the_interpreter_exits_with_a_daemon_thread_that_computes_a_checksum() -> None:
+    code = """
+from ferrohook._core import crc32
+data, started = bytearray(1 << 24), threading.Event()
+def work():
+    while True:
+        crc32(data)
+        started.set()
+threading.Thread(target=work, daemon=True).start()
+assert started.wait(60)
+"""
+    assert_ends_well(run_with_torch(code))
+
+
 def test_the_interpreter_exits_with_a_daemon_thread_waiting_for_a_hook() -> None:
     code = """
 inside = threading.Event()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SIZE, COLUMNS, WIDTH = 7, 3, 4
 DTYPES = (torch.float64, torch.float32, torch.complex128)
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 Named = namedtuple("Named", ["first", "second"])  # noqa: PYI024 (of a class made by a call)
 
@@ -68,6 +69,14 @@ LEAVES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "whole numbers": lambda x, o, b: x.real.long(),
     "truths": lambda x, o, b: x.real > 0,
 }
+READ_OTHERWISE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    # The memory of another tensor, of other numbers.
+    "conjugate": lambda x, o, b: x.conj(),
+    "conjugate of it": lambda x, o, b: b.conj(),
+    "part of the conjugate": lambda x, o, b: x.conj().imag if x.is_complex() else x,
+    "bits": lambda x, o, b: x if x.is_complex() else x.view(BITS[x.dtype]),
+}
+LEAVES |= READ_OTHERWISE
 SHARED: dict[str, Callable[[Tensor], Any]] = {
     # Values without rows; of a tensor of its dtype.
     "table": lambda x: torch.arange(12.0).to(x.dtype).reshape(3, 4),
@@ -623,10 +632,14 @@ def may_be_refused(case: Case, member: int, error: BaseException | None) -> bool
     return (
         # Views there do not say of what, so that nothing tells whose the rows of a matrix are.
         (case.router == "in front" and case.mode == "inference")
+        # Hooks there may replace all arguments that are such views.
+        or ("were not found" in str(error) and case.router == "in front" and swaps(case))
         # Of a router only matrices are known to have the tokens.
         or (case.router is not None and "another shape of it" in names)
         # Copies of tokens, and of the matrix of all tokens, cannot share memory.
         or ("shares memory" in str(error) and (case.router == "inside" or swaps(case)))
+        # Nor can copies of rows that are read as other numbers.
+        or ("shares memory" in str(error) and bool(names & READ_OTHERWISE.keys()))
         # Alone the gradient may go another way.
         or ("autograd has saved" in str(error) and bool(names & {"saved", "product"}))
     )

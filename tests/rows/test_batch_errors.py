@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -186,6 +188,53 @@ def test_a_failing_hook_fails_its_request_alone(
     assert "failed in a batch" in caplog.text
     with fh.batch({a: slice(0, 2), b: slice(2, 4)}):  # it stays so
         assert torch.equal(model(x), expected)
+
+
+class _Spent(Exception):
+    def __init__(self, request: Any, *, detail: str) -> None:
+        super().__init__(f"spent: {detail}")
+        self.request = request
+
+
+class _Missing(Exception):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no {name}")
+
+
+@pytest.mark.parametrize("kind", [lambda it: _Spent(it, detail="all"), lambda _: _Missing("head")])
+def test_a_failure_is_the_exception_of_the_hook_and_keeps_no_request(
+    prepared: fh.typing.Prepared, kind: Any
+) -> None:
+    request = prepared.open()
+    gone = weakref.ref(request)
+    raised = kind(request)
+    request.fail(raised)
+    error = request.error
+    assert error is not raised
+    assert repr(error) == repr(raised)
+    assert vars(error) == vars(raised)
+    request.close()
+    del request, raised, error
+    gc.collect()
+    assert gone() is None
+
+
+def test_positions_are_not_known_behind_a_dimension_of_heads() -> None:
+    class Heads(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return torch.stack([input_ids, -input_ids])
+
+    model, x = nn.Sequential(Heads()), torch.randn(3, 2, 1)
+    entries = fh.on("0", fh.Add(torch.ones(1)), at=1), fh.keep("0")
+    steered, kept = (fh.Plan(entry).prepare(model).open() for entry in entries)
+    rows, gathered = {steered: [0, 1], kept: 2}, {"0": (torch.arange(3), 1)}
+    with fh.batch(rows, positions=torch.arange(2).repeat(3, 1), gathered=gathered):
+        output = model(x)
+    assert torch.equal(output, model(x))
+    assert "not in the first dimension" in str(steered.error)
+    assert torch.equal(kept.acts["0"], output[:, 2:])
+    with pytest.raises(fh.HookError, match="positions of '0' are not known"):
+        kept.acts.positions("0")
 
 
 def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:

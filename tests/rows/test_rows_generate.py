@@ -193,6 +193,10 @@ def test_a_second_text_is_refused(pair: tuple[Any, tuple[str, ...]]) -> None:
         fh.rows.generating([request, None, None]),
     ):
         generate(model, prompts(), guidance_scale=1.5)
+    with fh.rows.generating([request, None, None]):
+        generate(model, prompts())
+        with pytest.raises(fh.errors.RowsError, match="other texts begin in this batch"):
+            generate(model, prompts())
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,48 @@ def test_a_vector_shared_by_requests_gets_the_sum() -> None:
         torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
 
 
+class Unit(fh.Intervention):
+    """Makes vectors of a length."""
+
+    number_fields = ("length",)
+
+    @staticmethod
+    def formula(x: Tensor, length: Any) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True) * length
+
+
+def test_a_member_without_a_token_at_the_positions_keeps_its_gradient() -> None:
+    class Model(nn.Sequential):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            output: Tensor = super().forward(input_ids)
+            return output
+
+    model = Model(nn.Embedding(8, WIDTH), nn.Identity())
+    model[0].weight.data[0] = 0  # padding, whose length has no gradient
+    ids, positions = torch.tensor([[0, 3, 4], [1, 2, 3]]), torch.tensor([[-1, 0, 1], [0, 1, 2]])
+    prepared = fh.Plan(fh.on("1", Unit(1.0), at=2)).prepare(model)
+    rows = {prepared.open(): row for row in range(2)}
+    with fh.batch(rows, positions=positions, lengths=dict.fromkeys(rows, 2)):
+        output = model(ids)
+    (gradient,) = torch.autograd.grad(output.square().sum(), model[0].weight)
+    assert not any(request.error for request in rows)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("at", [None, "prompt"])
+def test_a_call_in_inference_mode_leaves_nothing_that_autograd_refuses(at: Any) -> None:
+    model, x = nn.Sequential(nn.Embedding(8, WIDTH), nn.Tanh()), torch.arange(8).reshape(4, 2)
+    hook = fh.on("0", lambda _module, _args, output: output * 2, at=at)
+    request = fh.Plan(hook).prepare(model).open()
+    positions = torch.arange(2).repeat(4, 1)
+    with fh.batch({request: [2, 0]}, positions=positions, lengths={request: 1}):
+        with torch.inference_mode():
+            model(x)
+        model(x).sum().backward()
+    assert request.error is None
+    assert model[0].weight.grad is not None
+
+
 def test_trained_and_fixed_vectors_share_a_module() -> None:
     model, trained = Net(WIDTH).double(), vectors()
     fixed = trained[1].detach().clone()

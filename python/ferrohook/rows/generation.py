@@ -35,6 +35,8 @@ class _GenerationBatch(Batch):
     _sequences: Sequences
     _running: list[Tokens | None]
     """Tokens of the calls that run, inner ones after outer ones."""
+    _texts: dict[nn.Module, int]
+    """Number of the texts that each decoder runs."""
 
     def _attach(self) -> None:
         """Makes each call find its positions; called as it is entered."""
@@ -67,6 +69,12 @@ class _GenerationBatch(Batch):
             )
             raise RowsError(msg)
         tokens = self._sequences.find(stack, module, args, kwargs)
+        if not stack.encoder and self._texts.setdefault(module, tokens.number) != tokens.number:
+            msg = (
+                "other texts begin in this batch, and their rows would mix with those before: make "
+                "a batch with generating for each call of generate, with requests opened for it"
+            )
+            raise RowsError(msg)
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
             msg = (
@@ -150,5 +158,5 @@ def generating(requests: Sequence[Request | None]) -> Batch:
     made._attach_as_entered()
     stopped = weakly(made.stopped) if any(it.may_stop for it in places) else None
     made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped)
-    made._running = []
+    made._running, made._texts = [], {}
     return made

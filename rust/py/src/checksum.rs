@@ -7,6 +7,8 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 
+use crate::cpython::invoke;
+
 /// Continues the CRC-32 `value` over a buffer, as `zlib.crc32` does, with the processor's
 /// carry-less multiplication where it has one.
 ///
@@ -23,7 +25,7 @@ pub fn crc32(py: Python<'_>, data: PyBuffer<u8>, value: u32) -> PyResult<u32> {
     // SAFETY: `data` keeps the memory exported until this function returns, contiguous, of that
     // many bytes. By the contract above no thread writes to it.
     let bytes = unsafe { slice::from_raw_parts(data.buf_ptr().cast::<u8>(), data.len_bytes()) };
-    Ok(py.detach(|| {
+    Ok(invoke::detached(py, || {
         let mut hasher = Hasher::new_with_initial(value);
         hasher.update(bytes);
         hasher.finalize()

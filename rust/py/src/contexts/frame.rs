@@ -51,7 +51,7 @@ pub struct Frame {
     life: FrameLife,
     needs: HookNeeds,
     /// First exception of one of its hooks, whatever their `on_error`.
-    error: OnceLock<PyErr>,
+    error: OnceLock<Py<PyBaseException>>,
     /// Number of changes to its hooks, without the shared frame's.
     changes: Arc<Changes>,
     part: BatchPart,
@@ -213,7 +213,11 @@ impl Frame {
 
     /// Ends its part in batches, for this reason. Returns true for the call that did so.
     pub fn end(&self, py: Python<'_>, error: &PyErr) -> bool {
-        let first = self.part.failure.set(copied(py, error)).is_ok();
+        let first = self
+            .part
+            .failure
+            .set(copied(py, error).into_value(py))
+            .is_ok();
         self.changes.note();
         first
     }
@@ -227,7 +231,7 @@ impl Frame {
 
     /// Notes an exception of one of its hooks; the first one stays.
     pub fn note_error(&self, py: Python<'_>, error: &PyErr) {
-        let _ = self.error.set(copied(py, error));
+        let _ = self.error.set(copied(py, error).into_value(py));
     }
 
     /// True if it has hooks besides the shared frame's.
@@ -405,7 +409,7 @@ impl Frame {
     /// the first one that one of its hooks raised, whatever the hook's `on_error`; None if none did.
     #[getter]
     fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
-        Some(self.part.failure.get().or(self.error.get())?.value(py))
+        Some(self.part.failure.get().or(self.error.get())?.bind(py))
     }
 
     /// True if its hooks fire in no batch any more, for the reason `error`.
@@ -525,6 +529,8 @@ impl Frame {
         visit.call(&self.tag)?;
         visit.call(&self.shared)?;
         visit.call(self.part.value.get())?;
+        visit.call(self.part.failure.get())?;
+        visit.call(self.error.get())?;
         if let Some(entered) = &*self.life.entered.lock() {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
@@ -576,13 +582,39 @@ pub fn hooks<'py>(
     })
 }
 
-/// Copies an exception: its traceback would keep all frames below alive.
+/// Copies an exception, as its traceback would keep all frames below alive. Returns the exception
+/// itself if it has no copy that says the same.
 pub fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
-    let copied = py
-        .import("copy")
-        .and_then(|copy| copy.call_method1("copy", (error.value(py),)))
-        .map(PyErr::from_value);
-    copied.unwrap_or_else(|failed| failed)
+    let value = error.value(py).as_any();
+    let texts = |error: &Bound<'_, PyAny>| {
+        PyResult::Ok([error.str()?, error.repr()?].map(|it| it.to_string()))
+    };
+    let same = |copy: &Bound<'_, PyAny>| -> PyResult<bool> {
+        let alike = copy.get_type().is(value.get_type()) && !copy.is(value);
+        Ok(alike && texts(copy)? == texts(value)?)
+    };
+    let made = [copy_of, copy_without_init].into_iter().find_map(|make| {
+        let copy = make(value).ok()?;
+        same(&copy).unwrap_or_default().then_some(copy)
+    });
+    made.map_or_else(|| error.clone_ref(py), PyErr::from_value)
+}
+
+fn copy_of<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let copy = value.py().import("copy")?;
+    copy.call_method1("copy", (value,))
+}
+
+/// Copies an exception whose `__init__` takes other arguments than it has in `args`.
+fn copy_without_init<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let class = value.get_type();
+    let args = value.getattr("args")?;
+    let copy = class.call_method1("__new__", (&class,))?;
+    copy.setattr("args", args)?;
+    let attributes = value.getattr("__dict__")?;
+    copy.getattr("__dict__")?
+        .call_method1("update", (attributes,))?;
+    Ok(copy)
 }
 
 /// Yields the frames of a tuple.

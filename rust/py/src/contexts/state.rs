@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 
 use crate::contexts::current::Entered;
@@ -42,7 +43,7 @@ pub struct BatchPart {
     /// Value of the tag's `begin`, called when the frame first joined a batch.
     pub value: OnceLock<Py<PyAny>>,
     /// Exception that ended it.
-    pub failure: OnceLock<PyErr>,
+    pub failure: OnceLock<Py<PyBaseException>>,
     /// Time at which it ends.
     pub deadline: OnceLock<Instant>,
 }

@@ -328,7 +328,7 @@ impl ConditionalGroup {
         if !acts.contains(&true) {
             return Ok(None);
         }
-        if torch::is_grad_enabled(py)? && tokens.has_idle(&acts) {
+        if torch::is_grad_enabled(py)? && tokens.has_idle(&self.parts, &acts) {
             // Its gradient would pass through a change that is not made, whose own may be NaN.
             let message = "each member runs alone where one is not changed and a graph is recorded";
             return Err(PyTypeError::new_err(message));

@@ -11,9 +11,12 @@ use pyo3::types::{PyInt, PySlice, PyString};
 
 use crate::contexts::frame::Frame;
 use crate::contexts::slot::FrameSlot;
-use crate::error::rows_error;
+use crate::error::{hook_type_error, rows_error};
 use crate::rows::mask::Mask;
 use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors};
+
+const NOT_AHEAD: &str = "the rows of the module, see `gathered`, are not in the first dimension of its \
+                         tensors, so that the tokens at positions are not known there: leave out at=";
 
 /// Positions in a request, as `At` of Python: a name, an int, a slice, or a function that gets the
 /// positions of rows of tokens and the lengths of their prompts, and returns the places of the chosen
@@ -353,6 +356,7 @@ impl Masks {
             return Ok(of_batch);
         };
         let own = match own {
+            OwnRows::Gathered { dim: 1.., .. } => return Err(hook_type_error(py, NOT_AHEAD)),
             OwnRows::Gathered { places, .. } => mask.at(py, places)?,
             OwnRows::Matrix => Some(mask.flat(py)?),
         };

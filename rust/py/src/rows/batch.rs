@@ -571,6 +571,7 @@ impl BatchBase {
                 .collect()
         };
         let places = match own {
+            Some(OwnRows::Gathered { dim: 1.., .. }) => return None,
             Some(OwnRows::Gathered { places, .. }) => Arc::clone(places),
             Some(OwnRows::Matrix) | None => all(),
         };

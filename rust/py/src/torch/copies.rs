@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::torch::made::StreamOrder;
-use crate::torch::tensors::requires_grad;
+use crate::torch::tensors::{outside_inference, requires_grad};
 
 /// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
 /// wait for a GPU. No code may write to it later.
@@ -64,7 +64,8 @@ struct Copy {
 pub struct Copies(Mutex<Vec<Copy>>);
 
 impl Copies {
-    /// Returns the copy on the device of another tensor.
+    /// Returns the copy on the device of another tensor. Made outside of inference mode, as a later
+    /// call may record a graph.
     pub fn on_device_of<'py>(
         &self,
         other: &Bound<'py, PyAny>,
@@ -85,7 +86,14 @@ impl Copies {
                 return Ok(tensor.into_bound(py));
             }
         }
-        let tensor = to_device(&make()?, &device)?;
+        let tensor = outside_inference(py, || {
+            let copy = to_device(&make()?, &device)?; // one of the same device is the tensor itself
+            let of_inference = copy.call_method0(intern!(py, "is_inference"))?;
+            if of_inference.is_truthy()? {
+                return copy.call_method0(intern!(py, "clone"));
+            }
+            Ok(copy)
+        })?;
         if let Some(order) = StreamOrder::of(&PyTuple::new(py, [&tensor])?)? {
             let (device, tensor) = (device.unbind(), tensor.clone().unbind());
             self.0.lock().push(Copy {

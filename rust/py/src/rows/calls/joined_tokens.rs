@@ -107,14 +107,15 @@ impl<'py> JoinedTokens<'py> {
         pairs.filter_map(|((place, ..), error)| Some((asked[*place].number, error?)))
     }
 
-    /// True if a part has only tokens for which `acts` is false.
-    pub fn has_idle(&self, acts: &[bool]) -> bool {
+    /// True if one of the `asked` parts has no token for which `acts` is true.
+    pub fn has_idle(&self, asked: &[TokenPart], acts: &[bool]) -> bool {
         let mut start = 0;
-        self.parts.iter().any(|(.., tokens)| {
+        let mut idle = self.parts.iter().map(|(.., tokens)| {
             let own = &acts[start..start + tokens.len()];
             start += tokens.len();
-            !own.is_empty() && !own.contains(&true)
-        })
+            !own.contains(&true)
+        });
+        self.parts.len() < asked.len() || idle.any(|idle| idle)
     }
 
     /// Number of the tokens.

@@ -1,7 +1,8 @@
 //! Tensors of a value that share memory, and copies of rows that share theirs in the same way.
 
-use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
+use pyo3::{ffi, intern};
 
 use crate::rows::layout::Layout;
 use crate::rows::numbers::Rows;
@@ -195,9 +196,10 @@ impl<'py> Blocks<'py> {
         };
         // A gradient goes the way of the views.
         let base = if grad { base_of(first)? } else { first.clone() };
+        let read = read_as(&base)?;
         let mut forms = Vec::with_capacity(tensors.len());
         for tensor in tensors {
-            if grad && !base_of(tensor)?.is(&base) {
+            if (grad && !base_of(tensor)?.is(&base)) || read_as(tensor)? != read {
                 return Ok(None);
             }
             let Ok(form) = Form::of(tensor) else {
@@ -222,6 +224,18 @@ impl<'py> Blocks<'py> {
         let all = base.call_method1(intern!(base.py(), "as_strided"), place)?;
         Ok(Some(Self { all, start, width }))
     }
+}
+
+/// Returns how the numbers of a tensor are read from its storage: the dtype, whether they are conjugate,
+/// and whether they are negative.
+fn read_as(tensor: &Bound<'_, PyAny>) -> PyResult<(*mut ffi::PyObject, bool, bool)> {
+    let py = tensor.py();
+    let is = |name: &Bound<'_, PyString>| tensor.call_method0(name)?.is_truthy();
+    Ok((
+        tensor.getattr(intern!(py, "dtype"))?.as_ptr(), // one object for each dtype
+        is(intern!(py, "is_conj"))?,
+        is(intern!(py, "is_neg"))?,
+    ))
 }
 
 /// True if a tensor has a number in several places, so that it cannot be written in place.
