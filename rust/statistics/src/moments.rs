@@ -86,9 +86,16 @@ impl Moments {
     fn of_finite<T: Float>(center: f64, block: &[T]) -> Self {
         let numbers = block.iter().map(|value| value.widen());
         let finite: Vec<f64> = numbers.filter(|number| number.is_finite()).collect();
+        let moments = Self::around(center, &finite);
         Self {
             not_finite: (block.len() - finite.len()) as u64,
-            ..Self::around(center, &finite)
+            // Infinity minus infinity.
+            squares: if moments.squares.is_nan() {
+                f64::INFINITY
+            } else {
+                moments.squares
+            },
+            ..moments
         }
     }
 

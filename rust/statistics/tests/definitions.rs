@@ -159,6 +159,12 @@ fn what_is_not_finite_is_counted_and_left_out() {
 }
 
 #[test]
+fn squares_beyond_all_numbers_are_infinite() {
+    let found = Moments::of(&[1e200, -1e200, 1e200]);
+    assert!(found.squares.is_infinite(), "{found:?}");
+}
+
+#[test]
 fn merging_is_as_looking_at_all() {
     let values: Vec<f32> = (0..10_000u16).map(|n| f32::from(n % 97)).collect();
     let all = Moments::of(&values);
