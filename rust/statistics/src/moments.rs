@@ -140,6 +140,13 @@ impl Moments {
         if other.count == 0 {
             return;
         }
+        if self.count == 0 {
+            *self = Self {
+                not_finite: self.not_finite,
+                ..*other
+            };
+            return;
+        }
         let count = self.count + other.count;
         let share = other.count as f64 / count as f64;
         let distance = other.mean - self.mean;
