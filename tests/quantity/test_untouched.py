@@ -90,6 +90,12 @@ def test_a_model_that_draws_takes_nothing_of_the_global_generator(name: str) -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_table_made_under_autocast_is_that_of_the_model() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fh.quantities(Net())
+    assert found.to_json() == fh.quantities(Net()).to_json()
+
+
 def test_a_thread_that_samples_meanwhile_gets_each_number_once() -> None:
     model = Net(torch.rand_like)
     draws: list[float] = []

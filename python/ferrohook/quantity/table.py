@@ -13,6 +13,7 @@ from ferrohook.effects.routing import Routing, RoutingRule
 from ferrohook.errors import HookError, SelectionError
 from ferrohook.names.select import select_names
 from ferrohook.names.spelling import KINDS, SIGN, kind_of, order_of
+from ferrohook.quantity.anatomy.subjects import without_autocast
 from ferrohook.quantity.proofs.proving import look_at
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.swallowed import refuse_swallowed
@@ -280,7 +281,8 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantities:
     """Looks at a model, and makes its table."""
-    return table_of(model, look_at(model, args, kwargs))
+    with without_autocast(model):
+        return table_of(model, look_at(model, args, kwargs))
 
 
 def table_of(model: nn.Module, findings: Findings) -> Quantities:

@@ -127,6 +127,16 @@ def undisturbed() -> Iterator[None]:
             np.random.set_state(states[1])  # noqa: NPY002 (as above)
 
 
+@contextlib.contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """Turns autocast off in a block: no equation holds for products of lower precision."""
+    kinds = {"cpu", *(each.device.type for each in model.parameters())} - {"meta"}
+    with contextlib.ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, kinds):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 class _PrivateGenerators(TorchDispatchMode):
     """Gives the operators that draw in this thread a separate generator."""
 
