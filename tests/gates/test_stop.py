@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -253,6 +255,37 @@ def test_a_second_text_ends_no_answer(seed: int) -> None:
     if values[end] > limit:
         expected = [*expected[: end + 1], END]
     assert found[0].tolist() == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_in_one_thread_ends_no_text_of_another() -> None:
+    vector = model().get_input_embeddings().weight[7]
+    plan = fh.Plan(
+        fh.gate("seven", "model.embed_tokens", fh.Cosine(vector)),
+        fh.stop(when=fh.above("seven", 0.99)),
+    )
+    other_ran, went_on = threading.Event(), threading.Event()
+
+    def in_turn(ids: Tensor, scores: Tensor) -> Tensor:
+        """Lets the second text run its first token ahead of the first text, and end after it."""
+        if ids[0, 0] == 4:
+            other_ran.wait()
+        else:
+            other_ran.set()
+            went_on.wait()
+        return scores.index_fill(1, torch.tensor([7]), -torch.inf)
+
+    def generate(prompt: list[int]) -> list[int]:
+        inputs = {"input_ids": torch.tensor([prompt])}
+        with torch.no_grad():
+            text = generated(inputs, logits_processor=[in_turn])[0].tolist()
+        went_on.set()
+        return text
+
+    with plan.open(model()) as request, ThreadPoolExecutor(2) as pool:
+        texts = [*pool.map(request.wrap(generate), [[4, 5, 6], [5, 6, 7]])]
+    assert END not in texts[0]
+    assert texts[1] == [5, 6, 7, END]
 
 
 def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:

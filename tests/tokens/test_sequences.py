@@ -473,6 +473,21 @@ def test_attention_masks_that_tell_nothing_are_refused(model: Any) -> None:
 
 
 @quiet
+def test_any_number_but_0_in_a_mask_is_a_token(model: Any) -> None:
+    mask = torch.tensor([[0, 0, 2, 255]])
+    calls = {
+        2: lambda: model(prompt(4), attention_mask=mask),
+        2 + NEW - 1: lambda: model.generate(prompt(4), attention_mask=mask, **GREEDY),
+    }
+    plan = fh.Plan(fh.keep(LAYER, at=slice(0, None)), fh.keep(LAYER, at=-1, label="last"))
+    for tokens, call in calls.items():
+        with plan.open(model) as request:
+            call()
+        assert request.acts.positions(LAYER) == [*range(tokens)]
+        assert request.acts.positions(f"last:{LAYER}") == [1]
+
+
+@quiet
 def test_packed_texts_have_positions_and_no_prompt(model: Any) -> None:
     places = torch.tensor([[0, 1, 2, 0, 1]])
     _, calls = kept(model, 1, lambda: model(prompt(5), position_ids=places, use_cache=False))

@@ -246,7 +246,7 @@ class _GenerateCall(NamedTuple):
 
     columns: int
     mask: Tensor | None
-    """Mask of the columns without padding; None for all."""
+    """True for the columns without padding; None for all."""
     lengths: Tensor | None
     """Tokens of the prompts; None if they are not known."""
     use_cache: bool
@@ -256,6 +256,8 @@ class _GenerateCall(NamedTuple):
     """True if rows change hands between its calls."""
     number: int
     """Id of its sequences, if they have no cache or share it with drafts."""
+    latest: list[int]
+    """Id of the sequences of its last call, once it has made one."""
     has_run: bool = False
     """True if this is not its first call of the model."""
 
@@ -266,7 +268,7 @@ class _GenerateCall(NamedTuple):
             HookError: the call has other rows.
         """
         if self.mask is None:
-            return torch.ones(call.batch, end, device=call.device)
+            return torch.ones(call.batch, end, dtype=torch.bool, device=call.device)
         if len(self.mask) != call.batch:
             msg = f"generate has {len(self.mask)} rows, but calls the model with {call.batch}"
             raise HookError(msg)
@@ -294,8 +296,6 @@ class Sequences:
         self.prompt = prompt
         self._accept = accept
         self._stopped = stopped
-        self._number = 0
-        """Id of the sequences of the last call."""
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """Sequences by their cache and generations by their configuration: by address."""
 
@@ -349,7 +349,8 @@ class Sequences:
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
         if generation is not None:
-            self._number, lengths = number, generation.lengths
+            generation.latest[:] = [number]
+            lengths = generation.lengths
         else:
             lengths = None if prompt is None else prompt[0]
         return Tokens(positions, self._lengths(call, lengths), after, number, call.cache)
@@ -387,13 +388,9 @@ class Sequences:
             if known.drafts and self._accept is not None:
                 _watch(local, known, self._accept)
             if self._stopped is not None:
-                _end_rows(local, known, self._ended_rows)
+                _end_rows(local, known, self._stopped)
             self._put(config, known._replace(has_run=True))
         return known
-
-    def _ended_rows(self) -> Iterable[int]:
-        """Returns the rows of the last call of a `generate` that their plans have ended."""
-        return () if self._stopped is None else self._stopped(self._number) or ()
 
     @staticmethod
     def in_callback() -> bool:
@@ -449,7 +446,7 @@ class _StackCall:
         self.device = tokens.device
         found = (arguments.get(name) for name in _CACHES)
         self.cache = next((cache for cache in found if cache is not None), None)
-        self._mask = arguments.get(f"{stack.prefix}attention_mask")
+        self._mask = _unpadded(arguments.get(f"{stack.prefix}attention_mask"))
         places = arguments.get(f"{stack.prefix}position_ids")
         # With three dimensions they are not only positions of tokens (M-RoPE).
         self._places = places if isinstance(places, Tensor) and places.dim() <= _PAIR else None
@@ -550,10 +547,14 @@ def _number_of(
     return next(_NUMBERS)
 
 
+def _unpadded(mask: Any) -> Any:
+    """Returns a mask of (batch, tokens) as bools: models take any number but 0 as 1."""
+    return mask != 0 if isinstance(mask, Tensor) and mask.dim() == _PAIR else mask
+
+
 def _counted(mask: Tensor) -> Tensor:
     """Returns the position of each column, `PADDING` for padding."""
-    real = mask.to(torch.long)
-    return (real.cumsum(-1) - 1).where(real > 0, PADDING)
+    return (mask.cumsum(-1) - 1).where(mask, PADDING)
 
 
 def _has_states_alone(cache: Any) -> bool:
@@ -619,7 +620,7 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
             "the number of its tokens with open(prompt=...)"
         )
         raise HookError(msg) from error
-    mask = options.get(f"{_DECODER}attention_mask" if decodes else "attention_mask")
+    mask = _unpadded(options.get(f"{_DECODER}attention_mask" if decodes else "attention_mask"))
     embeds = None if decodes else options.get("inputs_embeds")
     # After a cache its input is the whole text, if it has a mask as long, and else a continuation.
     whole = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
@@ -639,7 +640,8 @@ def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _Gene
     if (local.get("generation_mode_kwargs") or {}).get("assistant_tokenizer") is not None:
         lengths = None  # the drafts are of other tokens
     beams, number = (getattr(config, "num_beams", None) or 1) > 1, next(_NUMBERS)
-    return _GenerateCall(columns, mask, lengths, bool(config.use_cache), drafts, beams, number)
+    uses_cache = bool(config.use_cache)
+    return _GenerateCall(columns, mask, lengths, uses_cache, drafts, beams, number, latest=[])
 
 
 def _watch(
@@ -650,7 +652,7 @@ def _watch(
     The list of them is made for the call. There is one row: others `generate` does not draft for.
     """
     before = local["input_ids"].shape[1]
-    padding = 0 if generation.mask is None else int((generation.mask == 0).sum())
+    padding = 0 if generation.mask is None else int((~generation.mask).sum())
     prompt = generation.columns - padding
 
     def accepted(ids: Tensor, _scores: Any, **_others: Any) -> Tensor:
@@ -666,14 +668,14 @@ def _watch(
 
 
 def _end_rows(
-    local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[], Iterable[int]]
+    local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[int], Iterable[int]]
 ) -> None:
     """Makes a call of `generate` end rows: the next token of each is the end-of-sequence token.
 
     Args:
         local: its local variables: the lists of processors and criteria, which are made for it.
         generation: its input.
-        stopped: returns the rows to end.
+        stopped: returns the rows to end of some sequences.
 
     Raises:
         HookError: it drafts or has beams, or this version of transformers has other lists.
@@ -690,8 +692,11 @@ def _end_rows(
     ends = [getattr(config, name, None) for name in ("_eos_token_tensor", "_pad_token_tensor")]
     end = next((int(it.reshape(-1)[0]) for it in ends if isinstance(it, Tensor)), None)
 
+    def ended_rows() -> list[int]:
+        return [row for number in generation.latest for row in stopped(number) or ()]
+
     def end_next(_ids: Tensor, scores: Tensor, **_others: Any) -> Tensor:
-        rows = [*stopped()]
+        rows = ended_rows()
         if not rows or end is None:
             return scores
         scores = scores.clone()
@@ -701,7 +706,7 @@ def _end_rows(
 
     def ended(ids: Tensor, _scores: Any, **_others: Any) -> Tensor:
         found = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        found[[*stopped()]] = True
+        found[ended_rows()] = True
         return found
 
     processors.append(end_next)
