@@ -183,6 +183,21 @@ def test_what_was_cut_out_of_a_cache_leaves_no_row(
     torch.testing.assert_close(request.acts[LAYER], states[0])
 
 
+@pytest.mark.parametrize("at", ["plan", "capture"])
+def test_a_cache_that_is_cut_back_takes_no_row_of_another(model: Any, at: str) -> None:
+    one, other = (transformers.DynamicCache(config=model.config) for _ in range(2))
+    ids = prompt(8)
+    plan = fh.Plan(fh.keep(LAYER, at=slice(4, None)))
+    opened: Any = plan.open(model) if at == "plan" else fh.capture(model, LAYER, at=slice(4, None))
+    with opened as found:
+        model(ids[:, :6], past_key_values=one)
+        model(ids, past_key_values=other)
+        one.crop(-4)
+        model(ids[:, :2], past_key_values=one)  # positions 2 and 3, which are not captured
+    acts = found.acts if at == "plan" else found
+    assert acts.positions(LAYER) == [4, 5, 6, 7]
+
+
 def test_rows_of_a_cache_that_was_cut_back_at_several_positions_are_of_the_last_call(
     model: Any,
 ) -> None:

@@ -85,12 +85,12 @@ class CaptureSession:
         track(attachment, stacks, self._stacks, scope=frame, tracker=tracker)
         return cache_of([(self._recorders, self._recorders.collector)], self.model)
 
-    def _take_back(self, tokens: int, _sequences: int) -> None:
-        """Takes back captured rows of rejected drafts; `tokens`: number of accepted ones."""
+    def _take_back(self, tokens: int, sequences: int) -> None:
+        """Takes back captured rows of rejected drafts of sequences; `tokens`: accepted ones."""
         encoders = encoders_in(self.model)
         places = enumerate(self._places.values())
         beside = [index for index, place in places if is_inside(place.path, encoders)]
-        self._recorders.collector.take_back(tokens, beside)
+        self._recorders.collector.take_back(tokens, sequences, beside)
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         """Warns of modules that never ran."""
@@ -235,7 +235,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             into pinned memory, and reading waits for them; beyond 1 GiB of them the host waits.
         dtype: cast floating-point tensors to this dtype.
         slice: part of each tensor to capture, as in `tensor[slice]`. A sliced `PackedSequence` is
-            captured as the tensor of the data that the slice leaves.
+            captured as the tensor of the data that the slice leaves. With `at`, the first dimension
+            has the chosen tokens, and the slice keeps it whole.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
             write in place; `clone` copies; `ref` stores a reference without that check. `checked`
             copies inference tensors, which have no version, and tensors in compiled regions, where

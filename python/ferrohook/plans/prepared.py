@@ -561,7 +561,7 @@ class Request(RequestBase, Scope):
                 for name, found in places.items()
                 if is_inside(found.path, encoders)
             ]
-            self.collector(place, complete=False).take_back(tokens, beside)
+            self.collector(place, complete=False).take_back(tokens, sequences, beside)
 
     @property
     def plan_positions(self) -> Sequence[At]:

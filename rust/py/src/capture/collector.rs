@@ -221,14 +221,18 @@ impl Collector {
     }
 
     /// Takes back the rows of tokens from a position on, of values joined by position:
-    /// drafts that were rejected. `but`: indices of names that are of other tokens.
-    fn take_back(&self, position: i64, but: Vec<usize>) {
+    /// drafts that were rejected. `sequences`: id of their sequences, the values of others stay.
+    /// `but`: indices of names that are of other tokens.
+    fn take_back(&self, position: i64, sequences: u64, but: Vec<usize>) {
         if !self.joins {
             return;
         }
         let mut gone = Vec::new();
         let mut store = self.store.lock();
         for index in (0..self.names.len()).filter(|index| !but.contains(index)) {
+            if !store.kept[index].are_of(sequences) {
+                continue;
+            }
             let replacing = store.kept[index].taken_back(Position(position));
             let shared = self.shared_budget.as_deref();
             // It only frees.

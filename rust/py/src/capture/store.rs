@@ -314,11 +314,7 @@ impl Values {
     /// `keep`: number of calls that are stored; `joins`: tokens of several count as those of one.
     pub fn replaced_by(&self, new: &Kept, keep: usize, joins: bool) -> Replacing {
         let positions = new.positions.as_ref().filter(|_| joins);
-        let of_same = |positions: &&TokenPositions| {
-            let first = self.calls.front().and_then(|kept| kept.positions.as_ref());
-            first.is_some_and(|first| first.sequences == positions.sequences)
-        };
-        if let Some(positions) = positions.filter(of_same) {
+        if let Some(positions) = positions.filter(|new| self.are_of(new.sequences)) {
             return Replacing::of(&self.calls, self.run_again(positions));
         }
         let oldest = (self.calls.len() + 1).saturating_sub(keep);
@@ -333,6 +329,12 @@ impl Values {
                 oldest
             },
         }
+    }
+
+    /// True if their tokens are of the sequences with this id.
+    pub fn are_of(&self, sequences: u64) -> bool {
+        let first = self.calls.front().and_then(|kept| kept.positions.as_ref());
+        first.is_some_and(|first| first.sequences == sequences)
     }
 
     /// Returns what becomes of the stored values as their tokens at some positions run again.
