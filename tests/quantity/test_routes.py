@@ -242,6 +242,17 @@ def test_other_experts_are_weighed_by_the_models_own_rule(kind: str) -> None:
             assert torch.equal(acts[f"@{name}.{block}"], tensor)
 
 
+def test_rows_of_a_route_are_on_no_default_device() -> None:
+    model, name = model_of("mixtral"), "@experts.1"
+    plan = fh.Plan(fh.on(name, fh.Route(drawn((ROWS, TOKENS)))), fh.keep(name))
+    fh.quantities(model)
+    with torch.no_grad():
+        _, expected = fh.run(model, IDS, plan=plan)
+        with torch.device("meta"):
+            _, acts = fh.run(model, IDS, plan=plan)
+    assert torch.equal(acts[name], expected[name])
+
+
 ATS: dict[str, tuple[Any, Callable[[int], list[int]]]] = {
     "all": (None, lambda _n: [*range(TOKENS)]),
     "slice": (slice(1, 5), lambda _n: [1, 2, 3, 4]),

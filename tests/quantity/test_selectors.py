@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook.names.select import MOST_SELECTIONS
+from ferrohook.quantity.known import known_of
 from support.zoo import make, token_ids
 
 IDS = token_ids()
@@ -124,6 +126,12 @@ def test_plans_name_quantities_in_json_and_at_positions(models: Any) -> None:
     assert not change[:, [0, 1, 3, 4, 5, 6]].any()
     names = {f"@attn_out.{block}" for block in range(3)}
     assert {*acts} == {"before:@attn_out.1", "model.norm", *names}
+
+
+def test_globs_of_quantities_that_differ_fill_no_memory(models: Any) -> None:
+    for number in range(MOST_SELECTIONS + 5):
+        fh.capture(models["gpt2"], f"@resid_post.[1{chr(0x4E00 + number)}]")
+    assert 5 <= len(known_of(models["gpt2"]).resolved) <= MOST_SELECTIONS
 
 
 def test_names_of_transformer_lens_are_taken_and_read_as_they_are(models: Any) -> None:

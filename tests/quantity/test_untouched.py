@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import ferrohook as fh
 
@@ -90,9 +91,27 @@ def test_a_model_that_draws_takes_nothing_of_the_global_generator(name: str) -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_table_made_under_autocast_is_that_of_the_model() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fh.quantities(Net())
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.device("meta")]
+)
+def test_autocast_and_the_default_device_are_no_part_of_a_table(around: Callable[[], Any]) -> None:
+    model = Net()
+    with around():
+        found = fh.quantities(model)
+    assert found.to_json() == fh.quantities(Net()).to_json()
+
+
+def test_global_hooks_do_not_see_the_copy() -> None:
+    called: list[nn.Module] = []
+    model = Net()
+    handles = [
+        register_module_forward_pre_hook(lambda module, _: called.append(module)),
+        register_module_forward_hook(lambda module, *_: called.append(module)),
+    ]
+    found = fh.quantities(model)
+    for handle in handles:
+        handle.remove()
+    assert not called
     assert found.to_json() == fh.quantities(Net()).to_json()
 
 

@@ -242,9 +242,10 @@ class RoutedIds:
             return left is None or not (left[sequences[place]][row] if several else left[row])
 
         taking = [place for place in range(len(rows)) if takes(place)]
-        index: Any = torch.tensor([rows[place] for place in taking])
+        index: Any = torch.tensor([rows[place] for place in taking], device="cpu")
         if several:
-            index = torch.tensor([sequences[place] for place in taking]), index
+            chosen = torch.tensor([sequences[place] for place in taking], device="cpu")
+            index = chosen, index
         return taking, index
 
     def at(self, index: Any) -> tuple[Tensor, Tensor | None]:

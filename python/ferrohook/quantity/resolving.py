@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ferrohook.attach.attention import points_of
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.names.places import Head, Place
-from ferrohook.names.select import select
+from ferrohook.names.select import MOST_SELECTIONS, select
 from ferrohook.names.spelling import SIGN, as_lens, from_lens, split_head
 from ferrohook.quantity.known import Resolved, known_of
 
@@ -70,6 +70,8 @@ def _places(model: nn.Module, name: str) -> dict[str, Place]:
     resolved = known.resolved.get(name)
     if resolved is None:
         lens = from_lens(name)
+        if len(known.resolved) >= MOST_SELECTIONS:
+            known.resolved.clear()
         resolved = known.resolved[name] = [
             Resolved(
                 title if lens is None else as_lens(title, name),

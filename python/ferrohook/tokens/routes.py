@@ -50,7 +50,7 @@ class TokenRoute:
         if not taking:
             return None
         if len(taking) < len(rows):
-            places = places.index_select(0, torch.tensor(taking).to(places.device))
+            places = places.index_select(0, torch.tensor(taking, device=places.device))
         return self._route.change(value, places, *routed.at(index))
 
 

@@ -262,8 +262,8 @@ def noise(size: float) -> Callable[[Tensor], Tensor]:
     """Makes the change that adds noise of a size relative to the tensor's own."""
 
     def change(tensor: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(_SEED + tensor.numel())
-        drawn = torch.randn(tensor.shape, generator=generator).to(tensor)
+        generator = torch.Generator("cpu").manual_seed(_SEED + tensor.numel())
+        drawn = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
         return tensor + drawn * tensor.std(correction=0).clamp(min=1e-6) * size
 
     return change

@@ -199,7 +199,23 @@ def structural_copy(model: nn.Module) -> nn.Module:
         if (registry := find_registry(module)) is not None:
             registry.clear()
         _remove_hooks(module)
+        vars(module)["_compiled_call_impl"] = functools.partial(_call_alone, module)
     return copied.eval()
+
+
+def _call_alone(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module with its hooks, as `nn.Module` does, but without torch's global ones."""
+    for key, hook in [*module._forward_pre_hooks.items()]:
+        if key in module._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        elif (changed := hook(module, args)) is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    output = module.forward(*args, **kwargs)
+    for key, hook in [*module._forward_hooks.items()]:
+        named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+        changed = hook(module, args, *named, output)
+        output = output if changed is None else changed
+    return output
 
 
 def _rebind(module: nn.Module, copies: dict[int, Any]) -> None:
@@ -339,14 +355,14 @@ def make_generic(model: nn.Module) -> None:
     A bias of zero, a norm's weight of one and a factor of one make tensors equal that are others
     once the model is trained: no equation between tensors of this copy holds by such a chance.
     """
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def uneven(parameter: nn.Parameter) -> nn.Parameter | None:
         if not _is_constant(parameter):
             return None
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        drawn = torch.randn(parameter.shape, generator=generator, device="cpu")
         size = parameter.detach().reshape(-1)[0].abs()
-        scaled = noise * _NOISE * (size if bool(size) else 1)
+        scaled = drawn.to(parameter) * _NOISE * (size if bool(size) else 1)
         return nn.Parameter(parameter.detach() + scaled, parameter.requires_grad)
 
     _replace(model, uneven)
@@ -418,8 +434,9 @@ def _token_ids(model: nn.Module, tokens: int = TOKENS) -> Tensor:
         entries = min(entries, size) if entries else size
     # The first and last ids of a vocabulary are often special.
     low, high = (entries // 4, entries - entries // 4) if entries > 4 else (0, max(entries, 1))  # noqa: PLR2004 (quarters)
-    generator = torch.Generator().manual_seed(_SEED + TOKENS - tokens)
-    return torch.randint(low, high, (ROWS, tokens), generator=generator).to(_device(model))
+    generator = torch.Generator("cpu").manual_seed(_SEED + TOKENS - tokens)
+    drawn = torch.randint(low, high, (ROWS, tokens), generator=generator, device="cpu")
+    return drawn.to(_device(model))
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -575,7 +575,8 @@ def _is_average(tensor: Tensor) -> bool:
 def _chosen(tensor: Tensor) -> Tensor:
     """Chooses about half of the positions, without a period: those with an odd number of ones."""
     count = tensor.numel() // tensor.shape[-1]
-    return torch.tensor([place.bit_count() % 2 == 1 for place in range(count)])
+    odd = [place.bit_count() % 2 == 1 for place in range(count)]
+    return torch.tensor(odd, device=tensor.device)
 
 
 def _moved(tensor: Tensor, chosen: Tensor) -> Tensor:
@@ -613,7 +614,7 @@ class _Thirds:
 
     def chosen(self, tensor: Tensor, *which: int) -> Tensor:
         """Chooses positions by their places in each three."""
-        return torch.isin(self._places(tensor) % 3, torch.tensor(which))
+        return torch.isin(self._places(tensor) % 3, torch.tensor(which, device=tensor.device))
 
     def moved(self, *which: int) -> Callable[[Tensor], Tensor]:
         """Makes the change that moves tokens."""
@@ -628,12 +629,13 @@ class _Thirds:
         """Exchanges the two before that one."""
         flat = tensor.reshape(-1, tensor.shape[-1])
         (last,) = self.last(tensor).nonzero(as_tuple=True)
-        order = torch.arange(len(flat))
+        order = torch.arange(len(flat), device=tensor.device)
         order[last - 1], order[last - 2] = last - 2, last - 1
         return flat[order].reshape(tensor.shape)
 
     def _places(self, tensor: Tensor) -> Tensor:
-        return torch.arange(tensor.numel() // tensor.shape[-1]) % self.tokens(tensor)
+        count = tensor.numel() // tensor.shape[-1]
+        return torch.arange(count, device=tensor.device) % self.tokens(tensor)
 
 
 def _equal(tensor: Tensor) -> Tensor:

@@ -128,12 +128,12 @@ def _samples(
 
 def _drawn(call: tuple[Any, Any], size: float, dtype: torch.dtype, seed: int) -> Any:
     """Returns the arguments of a call with noise in place of vectors."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def noise(tensor: Tensor) -> Tensor:
         if tensor.dim() < _VECTORS or not tensor.is_floating_point():
             return tensor
-        made = torch.randn(tensor.shape, generator=generator) * size
+        made = torch.randn(tensor.shape, generator=generator, device="cpu") * size
         return made.to(tensor.device, dtype)
 
     return map_tensors(noise, call)
