@@ -112,6 +112,10 @@ def test_vmap_grad_and_nested_tensors_are_read_and_fake_ones_are_skipped() -> No
     module(torch.nested.nested_tensor([*x], layout=torch.jagged))
     assert non_finite.snapshot() == {"tensors": 3, "affected": 3, "nan": 3, "inf": 0}
     assert norm.snapshot()["mean"] == 3
+    starts, lengths = torch.tensor([0, 0]), torch.tensor([1, 1])
+    ones = torch.tensor([[1.0, math.nan], [1.0, math.nan]])
+    narrowed = torch.nested.narrow(ones, 1, starts, lengths, layout=torch.jagged)
+    assert snapshot_after(NonFiniteDetector(), narrowed)["nan"] == 0
     with FakeTensorMode() as fake:
         module(fake.from_tensor(x))
     if packed := getattr(torch, "float4_e2m1fn_x2", None):

@@ -69,7 +69,10 @@ def _reduced(function: str, tensor: Tensor) -> Numbers | PendingNumbers | None:
         if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
             return None
         if values.layout == torch.jagged:
-            values = values.values()
+            nested: Any = values
+            # With lengths, there is memory between its sequences.
+            cut = nested.lengths() is not None
+            values = torch.cat([*map(torch.ravel, nested.unbind())]) if cut else nested.values()
         elif values.layout != torch.strided:
             values = values.to_dense()
         if values.is_complex():
