@@ -21,7 +21,8 @@ import ferrohook as fh
 TEXTS: list[dict[str, Any]] = [
     {"type": "keep", "what": ["a", {"tuple": ["b*"]}], "slice": [{"slice": [0, None, 2]}, "..."]},
     {"type": "keep", "what": {"set": ["a", "b"]}, "label": "x", "calls": 3, "dtype": "float16"},
-    {"type": "keep", "what": None, "slice": [True, False], "at": {"slice": [1, -1, None]}},
+    {"type": "keep", "what": None, "slice": [True, False]},
+    {"type": "keep", "what": None, "at": {"slice": [1, -1, None]}},
     {"type": "on", "what": "a", "hook": {"type": "Scale", "factor": 2.0, "output_index": 0}},
     {
         "type": "on",

@@ -75,6 +75,10 @@ def test_equality_and_hash_are_by_content() -> None:
 
 def test_options_that_are_the_default_make_no_difference() -> None:
     assert fh.keep("act", copy="checked", calls="last") == fh.keep("act")
+    text = '{"type": "keep", "what": "act", "copy": "checked", "calls": "last", "stop": false}'
+    read = fh.Plan.from_json(f'{{"version": 1, "entries": [{text}]}}')
+    assert read == fh.Plan(fh.keep("act"))
+    assert read.entries[0].options == {}
     assert fh.on("act", triple, phase="forward", priority=0) == fh.on("act", triple)
 
 
@@ -137,6 +141,18 @@ def test_plans_are_immutable() -> None:
     plan = some()
     with pytest.raises(AttributeError, match="a plan is immutable"):
         plan.entries = ()
+    names, places = ["act"], torch.tensor([0, 1])
+    gate = fh.gate("g", names, fh.Norm())
+    plan = fh.Plan(fh.keep(names, slice=(..., places)), fh.on((names,), ignore), gate)
+    before = hash(plan)
+    names.append("head")
+    places += 2
+    assert hash(plan) == before
+    assert plan == fh.Plan(
+        fh.keep(["act"], slice=(..., torch.tensor([0, 1]))),
+        fh.on((["act"],), ignore),
+        fh.gate("g", ["act"], fh.Norm()),
+    )
     with pytest.raises(AttributeError):
         plan.entries[0].what = "head"  # type: ignore[misc]
 

@@ -137,6 +137,10 @@ def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
         ),
         (lambda: fh.keep("act", at="never"), ValueError, "never"),
         (lambda: fh.keep("act", at=0, grads=True), fh.HookTypeError, "gradient without at="),
+        *(
+            (lambda cut=cut: fh.keep("act", at=0, slice=cut), fh.HookTypeError, "tokens that at=")
+            for cut in (0, slice(1), [0], (slice(1), 0), torch.tensor([True]))
+        ),
         (lambda: fh.keep("act", label=7), fh.HookTypeError, "label must be a str"),
         (lambda: fh.keep("act", calls="some"), ValueError, "some"),
         (lambda: fh.keep("act", max_bytes=0), ValueError, "max_bytes"),

@@ -238,8 +238,8 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         if tokens is not None:
             return tokens
         msg = (
-            f"the positions of {name!r} are not known: capture with at=, or pass positions to the "
-            "batch"
+            f"the positions of {name!r} are not known: capture with at= and calls='last', or pass "
+            "positions to the batch"
         )
         raise HookError(msg)
 

@@ -60,6 +60,16 @@ def converter(  # noqa: PLR0913, PLR0917 (the steps of a conversion)
     return convert
 
 
+def keeps_rows(index: Any, dim: int) -> bool:
+    """Returns True if a `slice` keeps a dimension of rows, and its place."""
+    for place, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if part is ... or place > dim:
+            break
+        if not isinstance(part, slice) or (place == dim and part != slice(None)):
+            return False
+    return True
+
+
 def check_index(index: Any, *, inside: bool = False) -> None:
     """Validates an index into a tensor.
 

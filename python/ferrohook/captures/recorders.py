@@ -12,7 +12,7 @@ from ferrohook._core import Collector, HookHandle, RootCalls, record_all
 from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
-from ferrohook.captures.convert import check_index, converter
+from ferrohook.captures.convert import check_index, converter, keeps_rows
 from ferrohook.dictionaries.features import KeptFeatures
 from ferrohook.errors import HookTypeError
 from ferrohook.tokens.positions import check_at
@@ -103,6 +103,12 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         expect(dtype, torch.dtype, "dtype must be a torch.dtype")
         _check_converts(dtype)
     check_index(slice)
+    if at is not None and slice is not None and not keeps_rows(slice, 0):
+        msg = (
+            f"slice={slice!r} chooses among the tokens that at= has chosen: choose them with at=, "
+            "and slice the other dimensions, as with slice=(..., 3)"
+        )
+        raise HookTypeError(msg)
     read = None
     if features is not None or top is not None or index is not None:
         read = KeptFeatures(cast("Dictionary", features), top, index)

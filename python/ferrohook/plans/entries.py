@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.captures.recorders import CaptureKeywords, options_of
@@ -376,7 +377,7 @@ def gate(  # noqa: PLR0913 (all but the first three by keyword)
         options["inputs"] = True
     if output_index is not None:
         options["output_index"] = output_index
-    return GateEntry(Gate(name, reading, at, over, by, lag), what, options)
+    return GateEntry(Gate(name, reading, at, over, by, lag), _copied(what), options)
 
 
 def stop(*, when: Condition) -> StopEntry:
@@ -463,7 +464,7 @@ def on(  # noqa: PLR0913 (the options of `register`)
         check_takes_at(hook, phase, with_kwargs=with_kwargs, always_call=always_call, option=option)
     options |= {"when": when, "strength": strength}
     chosen = {name: it for name, it in options.items() if it != _DEFAULTS[name]}
-    return HookEntry(what, hook, at, phase, chosen, reads)
+    return HookEntry(_copied(what), hook, at, phase, chosen, reads)
 
 
 def replay(array: Any, *, start: int = 0, at: At = None) -> HookEntry:
@@ -547,12 +548,10 @@ def keep(
     if (index := options.get("index")) is not None:
         options["index"] = (index,) if isinstance(index, int) else tuple(index)
     in_order = {name: options.get(name) for name in KeepOptions.__annotations__}
-    chosen = {
-        name: value
-        for name, value in in_order.items()
-        if value is not None and value is not _CAPTURE_DEFAULTS.get(name, False)
-    }
-    entry = KeepEntry(what, at, label, chosen)
+    chosen = {name: value for name, value in in_order.items() if not _is_default(name, value)}
+    if "slice" in chosen:
+        chosen["slice"] = _copied(chosen["slice"])
+    entry = KeepEntry(_copied(what), at, label, chosen)
     given = chosen.keys() | ({"at"} if at is not None else set())
     if entry.gates and (refused := given & _NOT_OF_GATES):
         msg = (
@@ -560,6 +559,22 @@ def keep(
         )
         raise HookTypeError(msg)
     return entry
+
+
+def _copied(value: Any) -> Any:
+    """Copies the lists, sets and tensors of a selector or index: their owner may change them."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, slice):
+        return slice(*map(_copied, (value.start, value.stop, value.step)))
+    if type(value) in {list, tuple, set, frozenset}:
+        return type(value)(map(_copied, value))
+    return value
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = _CAPTURE_DEFAULTS.get(name, False)
+    return value is None or (type(value) is type(default) and value == default)  # 0 is no False
 
 
 def _input_of(feature: Feature, what: Selector, phase: Phase) -> TranscoderInput | None:

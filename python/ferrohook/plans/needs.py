@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from ferrohook.captures.convert import keeps_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,16 +29,6 @@ GATES: Final = frozenset({"gate", "stop when", "strength", "when"})
 NEEDS: Final = CHANGES | GATES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
 """Every feature that an entry can need: option names, changes of interventions, and features that
 follow from an option's value. A slice that does not keep all rows in place needs `cut rows`."""
-
-
-def _keeps_rows(index: Any, dim: int) -> bool:
-    """Returns True if a `slice` keeps a dimension of rows, and its place."""
-    for place, part in enumerate(index if isinstance(index, tuple) else (index,)):
-        if part is ... or place > dim:
-            break
-        if not isinstance(part, slice) or (place == dim and part != slice(None)):
-            return False
-    return True
 
 
 def needs_at(place: Place) -> Iterator[str]:
@@ -71,7 +63,7 @@ class BackEnd:
             needs: its needs in a model, see `Prepared.needs`; None for the entry's own only.
         """
         refused = (entry.needs if needs is None else needs) - self.serves
-        if "cut rows" not in self.serves and not _keeps_rows(entry.options.get("slice", ...), dim):
+        if "cut rows" not in self.serves and not keeps_rows(entry.options.get("slice", ...), dim):
             refused |= {"cut rows"}
         if not refused:
             return None

@@ -124,7 +124,7 @@ def _parsed(text: str | bytes, limits: JsonLimits) -> Any:
         return json.loads(
             text.decode() if isinstance(text, bytes) else text,
             object_pairs_hook=_Object.of,
-            parse_int=lambda digits: int(digits) if len(digits) <= _DIGITS else math.inf,
+            parse_int=lambda text: int(text) if len(text.lstrip("-")) <= _DIGITS else math.inf,
         )
     except RecursionError:
         msg = "the plan is nested too deeply"
