@@ -158,26 +158,23 @@ def test_captures_keep_no_tensor_alive(
     assert_plain(model)
 
 
-def test_undetached_captures_with_gradients_keep_no_tensor_alive(
-    model: nn.Sequential, x: Tensor
+@pytest.mark.parametrize(
+    ("what", "options", "live_input"),
+    [
+        ("2", {"detach": False}, False),
+        ("0", {"inputs": True, "copy": "clone"}, True),
+    ],
+    ids=["undetached", "a live input"],
+)
+def test_captures_with_gradients_keep_no_tensor_alive(
+    model: nn.Sequential, x: Tensor, what: str, options: dict[str, Any], live_input: bool
 ) -> None:
+    x.requires_grad_(live_input)
     freed: list[weakref.ref[Tensor]] = []
     for _ in range(5):
-        with fh.capture(model, "2", grads=True, detach=False) as acts:
+        with fh.capture(model, what, grads=True, **options) as acts:
             model(x).sum().backward()
-        freed += map(weakref.ref, tensors_of(acts["2"]))
-        del acts
-    gc.collect()
-    assert sum(each() is not None for each in freed) == 0
-
-
-def test_a_live_input_does_not_keep_captured_tensors_alive(model: nn.Sequential) -> None:
-    x = torch.ones(1, 3, requires_grad=True)
-    freed: list[weakref.ref[Tensor]] = []
-    for _ in range(5):
-        with fh.capture(model, "0", inputs=True, grads=True, copy="clone") as acts:
-            model(x).sum().backward()
-        freed += map(weakref.ref, tensors_of(acts["0"]))
+        freed += map(weakref.ref, tensors_of(acts[what]))
         del acts
     gc.collect()
     assert sum(each() is not None for each in freed) == 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.hooks import PHASES, TYPED
 from support.numbers import close
 
 if TYPE_CHECKING:
@@ -293,21 +294,15 @@ class Taking:
 
 WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "the wrapper's method": lambda phase, hook, options: getattr(
-        fh.HookedModule(nn.Linear(2, 2)), REGISTER[phase]
+        fh.HookedModule(nn.Linear(2, 2)), PHASES[phase]
     )(hook, **options),
     "the module's method": lambda phase, hook, options: getattr(
-        instrumented(nn.Linear(2, 2)), REGISTER[phase]
+        instrumented(nn.Linear(2, 2)), PHASES[phase]
     )(hook, **options),
     "register": lambda phase, hook, options: fh.register(
         nn.Linear(2, 2), "", hook, phase=phase, **options
     ),
     "on": lambda phase, hook, options: fh.on("", hook, phase=phase, **options),
-}
-REGISTER = {
-    "forward_pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "backward_pre": "register_full_backward_pre_hook",
-    "backward": "register_full_backward_hook",
 }
 TAKEN = {
     "forward_pre": ["module", "args"],
@@ -404,30 +399,13 @@ def test_the_register_methods_take_pytorchs_arguments_by_position_and_by_name() 
     assert log == ["forward pre", "forward", "pre 1", "pre 2", "first", "last", "end"]
 
 
-def test_register_backward_hook_is_the_full_one() -> None:
-    hooked = fh.HookedModule(nn.Linear(2, 3))
+@pytest.mark.parametrize("attach", [fh.HookedModule, instrumented])
+def test_register_backward_hook_is_the_full_one(attach: Callable[[nn.Module], Any]) -> None:
+    module = attach(nn.Linear(2, 3))
     shapes: list[Any] = []
-    hooked.register_backward_hook(lambda _, gi, go: shapes.append((gi[0].shape, go[0].shape)))
-    hooked(torch.ones(4, 2, requires_grad=True)).sum().backward()
+    module.register_backward_hook(lambda _, gi, go: shapes.append((gi[0].shape, go[0].shape)))
+    module(torch.ones(4, 2, requires_grad=True)).sum().backward()
     assert shapes == [((4, 2), (4, 3))]
-
-
-def test_any_callable_is_a_hook(affine: Any) -> None:
-    class Counter:
-        count = 0
-
-        def __call__(self, *_: Any) -> None:
-            self.count += 1
-
-        def method(self, *_: Any) -> None:
-            self.count += 10
-
-    counter = Counter()
-    affine.register_forward_hook(counter)
-    affine.register_forward_hook(counter.method)
-    affine.register_forward_pre_hook(print)
-    affine(1)
-    assert counter.count == 11
 
 
 def test_one_callable_registered_twice_fires_twice(affine: Any) -> None:
@@ -573,68 +551,38 @@ def assert_names_hook_phase_and_module(
     assert text.endswith(f", got {got}")
 
 
+ONE_ITEM = "must return a tensor or a tuple with one item"
+TWO_ITEMS = "must return a tuple of 2 items, one for each"
+NONE = "only observes and must return None"
+TENSOR = torch.ones(1)
+WRONG_RETURNS: list[tuple[str, nn.Module, str, list[Any]]] = [
+    (
+        "forward_pre",
+        nn.Linear(1, 1),
+        ONE_ITEM,
+        [None, 5, "text", [TENSOR], {}, (), (TENSOR, TENSOR)],
+    ),
+    ("forward_pre", Pair(), TWO_ITEMS, [None, TENSOR, (1,), [1, 2]]),
+    ("forward", nn.Identity(), NONE, [0, False, (), TENSOR]),
+    ("backward", nn.Linear(1, 1), NONE, [0, (None,), ()]),
+]
+
+
 @pytest.mark.parametrize(
-    ("returned", "got"),
-    [
-        (None, "NoneType"),
-        (5, "int"),
-        ("text", "str"),
-        ([torch.ones(1)], "list"),
-        ({}, "dict"),
-        ((), "tuple"),
-        ((torch.ones(1), torch.ones(1)), "tuple"),
-    ],
-    ids=repr,
+    ("phase", "module", "words", "returned"),
+    [(*case, returned) for *case, values in WRONG_RETURNS for returned in values],
 )
-def test_a_forward_pre_hook_returning_anything_else_is_a_hook_type_error(
-    returned: Any, got: str
+def test_a_typed_hook_returning_anything_else_is_a_hook_type_error(
+    phase: str, module: nn.Module, words: str, returned: Any
 ) -> None:
-    hooked = fh.HookedModule(nn.Linear(1, 1))
-    handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(
-        fh.HookTypeError, match="must return a tensor or a tuple with one item"
-    ) as caught:
-        hooked(torch.ones(1))
-    assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Linear)", got)
-
-
-@pytest.mark.parametrize(
-    ("returned", "got"),
-    [(None, "NoneType"), (torch.ones(1), "Tensor"), ((1,), "tuple"), ([1, 2], "list")],
-    ids=repr,
-)
-def test_a_forward_pre_hook_of_two_arguments_returns_a_tuple_of_two(
-    returned: Any, got: str
-) -> None:
-    hooked = fh.HookedModule(Pair())
-    handle = hooked.register_forward_pre_hook(fh.ForwardPreHook(named_hook(returned)))
-    with pytest.raises(
-        fh.HookTypeError, match="must return a tuple of 2 items, one for each"
-    ) as caught:
-        hooked(1, 2)
-    assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Pair)", got)
-
-
-@pytest.mark.parametrize(
-    ("returned", "got"), [(0, "int"), (False, "bool"), ((), "tuple"), (torch.ones(1), "Tensor")]
-)
-def test_a_forward_hook_returning_a_value_is_a_hook_type_error(returned: Any, got: str) -> None:
-    hooked = fh.HookedModule(nn.Identity())
-    handle = hooked.register_forward_hook(fh.ForwardHook(named_hook(returned)))
-    with pytest.raises(fh.HookTypeError, match="only observes and must return None") as caught:
-        hooked(torch.ones(1))
-    assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Identity)", got)
-
-
-@pytest.mark.parametrize(("returned", "got"), [(0, "int"), ((None,), "tuple"), ((), "tuple")])
-def test_a_backward_hook_returning_a_value_is_a_hook_type_error(returned: Any, got: str) -> None:
-    hooked = fh.HookedModule(nn.Linear(1, 1))
-    handle = hooked.register_full_backward_hook(fh.BackwardHook(named_hook(returned)))
-    x = torch.ones(1, requires_grad=True)
-    with pytest.raises(fh.HookTypeError, match="only observes and must return None") as caught:
-        hooked(x).backward()
-    assert_names_hook_phase_and_module(caught.value, handle, "HookedModule(Linear)", got)
-    assert x.grad is None
+    hooked = fh.HookedModule(module)
+    handle = getattr(hooked, PHASES[phase])(TYPED[phase](named_hook(returned)))
+    arguments = [torch.ones(1, requires_grad=True) for _ in range(2 if words == TWO_ITEMS else 1)]
+    with pytest.raises(fh.HookTypeError, match=words) as caught:
+        hooked(*arguments).backward()
+    name, got = type(module).__name__, type(returned).__name__
+    assert_names_hook_phase_and_module(caught.value, handle, f"HookedModule({name})", got)
+    assert all(each.grad is None for each in arguments)
 
 
 def test_typed_hooks_decorate_functions_that_stay_callable() -> None:

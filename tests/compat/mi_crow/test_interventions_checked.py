@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.compat import mi_crow as fi
 from support.interventions import Model, X, on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Negates(nn.Module):
@@ -45,13 +48,32 @@ def test_a_reference_shares_memory_and_is_detached(copy: Any) -> None:
     assert detector.metadata == {"activations_shape": tuple(output.shape)}
 
 
-def test_a_clone_is_kept_by_default() -> None:
+@pytest.mark.parametrize(
+    ("options", "mode", "expected"),
+    [
+        ({}, torch.enable_grad, lambda output: -output),  # a clone
+        ({"copy": "ref"}, torch.enable_grad, lambda output: output),
+        (
+            {"copy": "checked", "target_dtype": torch.float64},
+            torch.enable_grad,
+            lambda output: -output.double(),  # a cast is a copy
+        ),
+        # Inference tensors have no version, and are copied.
+        ({"copy": "checked"}, torch.inference_mode, lambda output: -output),
+    ],
+    ids=["clone", "ref", "cast", "inference"],
+)
+def test_what_is_kept_before_a_write_in_place(
+    options: dict[str, Any], mode: Callable[[], Any], expected: Callable[[Tensor], Tensor]
+) -> None:
     model = Negates()
-    detector = detecting(model, "layer")
-    output = model(X)
-    kept = detector.get_captured()
-    assert kept is not None
-    assert torch.equal(kept, -output)
+    detector = detecting(model, "layer", **options)
+    with mode():
+        output = model(X)
+        kept = detector.get_captured()
+        assert kept is not None
+        assert kept.dtype == expected(output).dtype
+        assert torch.equal(kept, expected(output))
 
 
 def test_reading_after_a_write_in_place_raises() -> None:
@@ -71,35 +93,6 @@ def test_reading_after_a_write_in_place_raises() -> None:
     detector.tensor_metadata["activations"] = X  # a user's own value is not checked
     X.neg_().neg_()
     assert detector.get_captured() is X
-
-
-def test_ref_is_not_checked() -> None:
-    model = Negates()
-    detector = detecting(model, "layer", copy="ref")
-    output = model(X)
-    kept = detector.get_captured()
-    assert kept is not None
-    assert torch.equal(kept, output)
-
-
-def test_a_cast_is_a_copy_and_needs_no_check() -> None:
-    model = Negates()
-    detector = detecting(model, "layer", copy="checked", target_dtype=torch.float64)
-    output = model(X)
-    kept = detector.get_captured()
-    assert kept is not None
-    assert kept.dtype == torch.float64
-    assert torch.equal(kept, -output.double())
-
-
-def test_inference_tensors_have_no_version_and_are_copied() -> None:
-    model = Negates()
-    detector = detecting(model, "layer", copy="checked")
-    with torch.inference_mode():
-        output = model(X)
-        kept = detector.get_captured()
-        assert kept is not None
-        assert torch.equal(kept, -output)
 
 
 def test_an_input_is_kept_and_another_call_replaces_it() -> None:
