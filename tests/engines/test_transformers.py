@@ -21,6 +21,7 @@ from support.engines import (
     WIDTH,
     Change,
     Job,
+    attached_to,
     batching,
     greedy,
     random_jobs,
@@ -149,12 +150,7 @@ def test_steered_keys_and_values_are_nobody_elses(model: Any, first: str) -> Non
     order = [steered, plain, plain, steered]
     jobs = order if first == "steered" else order[::-1]
 
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=batching(allow_block_sharing=True)
-        ) as manager,
-        transformers.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW, allow_block_sharing=True) as attached:
         for job in jobs:  # one after the other: later ones find the blocks of those before
             attached.add_request(job.prompt, plan=job.plan)
             job.check(model, attached.get_result(timeout=60), NEW)

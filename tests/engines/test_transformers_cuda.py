@@ -11,8 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines import transformers
-from support.engines import WIDTH, Change, Job, batching, greedy, random_jobs, tiny_llama
+from support.engines import (
+    WIDTH,
+    Change,
+    Job,
+    attached_to,
+    random_jobs,
+    tiny_llama,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +45,7 @@ def models() -> tuple[Any, Any]:
 def answers(model: Any, prompts: Sequence[list[int]], plans: Sequence[Any]) -> list[Any]:
     """Outputs of all requests, with their activations on the CPU."""
     outputs: dict[str, Any] = {}
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=batching(use_async_batching=True)
-        ) as manager,
-        transformers.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW, use_async_batching=True) as attached:
         for number, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
             attached.add_request(prompt, str(number), plan=plan)
         for _ in prompts:

@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines import transformers
-from support.engines import WIDTH, Change, Job, batching, greedy, tiny_llama
+from support.engines import WIDTH, Change, Job, attached_to, tiny_llama
 from support.faults import NOWHERE, FaultError, Injector
 
 NEW, WAIT, PARTS = 4, 60, 4
@@ -33,12 +32,7 @@ def model() -> Any:
 
 def serve(model: Any, injector: Injector) -> None:
     """Serves requests with the injector in the engine's thread, and others after them."""
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=batching()
-        ) as manager,
-        transformers.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW) as attached:
         behind, before = False, False
         for round_ in range(3):
             jobs = {f"{round_} {name}": job for name, job in JOBS.items()}

@@ -12,9 +12,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines import transformers as engine
 from support.dictionaries import D_SAE, dictionary_of
-from support.engines import WIDTH, batching, greedy, tiny_llama
+from support.engines import WIDTH, attached_to, tiny_llama
 
 NEW, WAIT = 6, 100
 pytestmark = [
@@ -48,12 +47,7 @@ def test_requests_with_features_answer_as_they_do_alone() -> None:
             fh.keep("@resid_post.1"),
         )
         jobs.append(([rng.randrange(3, 64) for _ in range(rng.randint(2, 20))], plan))
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=batching(num_blocks=32, max_batch_tokens=24)
-        ) as manager,
-        engine.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW, num_blocks=32, max_batch_tokens=24) as attached:
         for number, (prompt, plan) in enumerate(jobs):
             attached.add_request(prompt, str(number), plan=plan)
         outputs = [attached.get_result(timeout=WAIT) for _ in jobs]

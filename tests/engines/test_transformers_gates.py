@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import ferrohook as fh
 from ferrohook.engines import transformers as engine
 from support.amounts import amount
-from support.engines import EOS, WIDTH, batching, greedy, tiny_llama
+from support.engines import EOS, WIDTH, attached_to, batching, greedy, tiny_llama
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,13 +66,7 @@ def test_requests_with_gates_answer_as_they_do_alone() -> None:
         for number in range(amount(24, whole=400))
     ]
     # So few blocks that requests are preempted: their tokens run again.
-    settings = batching(num_blocks=24, max_batch_tokens=20)
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=settings
-        ) as manager,
-        engine.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW, num_blocks=24, max_batch_tokens=20) as attached:
         for number, (prompt, plan) in enumerate(jobs):
             attached.add_request(prompt, str(number), plan=plan)
         outputs = [attached.get_result(timeout=WAIT) for _ in jobs]
@@ -110,13 +104,7 @@ def test_plans_end_their_requests() -> None:
             continue  # rows differ in rounding
         plan = fh.Plan(gate, fh.stop(when=fh.above("g", seen[end] - 0.005)), fh.keep("@gate.g"))
         jobs.append((prompt, plan, text, end + 1 - len(prompt)))
-    settings = batching(num_blocks=64, max_batch_tokens=32)
-    with (
-        model.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=settings
-        ) as manager,
-        engine.attach(manager) as attached,
-    ):
+    with attached_to(model, NEW, num_blocks=64, max_batch_tokens=32) as attached:
         for number, (prompt, plan, _, _) in enumerate(jobs):
             attached.add_request(prompt, f"stops-{number}", plan=plan)
             attached.add_request(prompt, f"goes-on-{number}")

@@ -8,7 +8,6 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +19,7 @@ pytest.importorskip("transformers")
 import ferrohook as fh
 from ferrohook.engines import transformers
 from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, SelectionError
-from support.engines import WIDTH, Change, Job, batching, greedy, tiny_llama
+from support.engines import WIDTH, Change, Job, attached_to, batching, greedy, tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,21 +37,6 @@ STEERED = Job(PROMPT, (Change(1, fh.Add(torch.ones(WIDTH), scale=5.0), None),), 
 def model() -> Any:
     torch.manual_seed(0)
     return tiny_llama()
-
-
-@contextmanager
-def engine(
-    model: Any, new_tokens: int = NEW, forks: int = 1, **settings: Any
-) -> Iterator[Attached]:
-    with (
-        model.continuous_batching_context_manager(
-            greedy(new_tokens), continuous_batching_config=batching(**settings)
-        ) as manager,
-        transformers.attach(manager) as attached,
-    ):
-        yield attached
-    assert not [name for name, value in vars(manager).items() if callable(value) and name[0] == "_"]
-    assert "deliver" not in vars(manager.output_router)
 
 
 def take(source: Any, number: int) -> dict[str, Any]:
@@ -78,7 +62,7 @@ def failing(fails_at: Callable[[int], bool]) -> fh.Plan:
 
 @pytest.mark.parametrize("call", [1, 2, 4, 5])
 def test_a_hook_that_raises_fails_its_request_alone(model: Any, call: int) -> None:
-    with engine(model, max_batch_tokens=20) as attached:
+    with attached_to(model, NEW, max_batch_tokens=20) as attached:
         attached.add_request(PROMPT, "bad", plan=failing(lambda n: n == call), eos_token_id=-1)
         attached.add_request(PROMPT, "good", plan=STEERED.plan)
         attached.add_request(PROMPT, "plain")
@@ -101,7 +85,7 @@ def test_what_failed_leaves_no_keys_and_values_to_others(model: Any) -> None:
             raise RuntimeError(msg)
         return output + 5.0
 
-    with engine(model, page_size=4) as attached:
+    with attached_to(model, NEW, page_size=4) as attached:
         attached.add_request(PROMPT, "bad", plan=fh.Plan(fh.on("model.layers.0", fail_late)))
         assert attached.get_result(timeout=WAIT).hook_error is not None
         for _ in range(2):
@@ -110,7 +94,7 @@ def test_what_failed_leaves_no_keys_and_values_to_others(model: Any) -> None:
 
 
 def test_a_budget_fails_its_request(model: Any) -> None:
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         plan = fh.Plan(fh.keep(LAYER, max_bytes=4 * WIDTH * 30))
         attached.add_request(PROMPT, plan=plan, eos_token_id=-1)
         output = attached.get_result(timeout=WAIT)
@@ -125,7 +109,7 @@ def test_a_budget_fails_its_request(model: Any) -> None:
 def test_a_module_whose_rows_are_not_found_fails_its_request(model: Any) -> None:
     # The model's own output has the logits of some rows.
     plan = fh.Plan(fh.on("", lambda _module, _args, output: None))
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         attached.add_request(PROMPT, plan=plan)
         output = attached.get_result(timeout=WAIT)
 
@@ -137,7 +121,7 @@ def test_a_module_that_never_runs_is_refused(entry: Any) -> None:
     model = tiny_llama()
     model.spare = nn.Linear(3, 3)
     with (
-        engine(model) as attached,
+        attached_to(model, NEW) as attached,
         pytest.raises(HookError, match=r"entry 0 .* 'spare' does not run"),
     ):
         attached.add_request(PROMPT, plan=fh.Plan(entry))
@@ -165,7 +149,7 @@ def test_forks_to_come_fail_with_their_parent(model: Any) -> None:
 
 def test_a_plan_closed_while_it_runs_fails_its_request(model: Any) -> None:
     prepared = STEERED.plan.prepare(model)
-    with engine(model, new_tokens=200) as attached:
+    with attached_to(model, 200) as attached:
         attached.add_request(PROMPT, plan=prepared, streaming=True, eos_token_id=-1)
         attached.get_result(timeout=WAIT)
         prepared.close()
@@ -206,7 +190,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_plan_is_the_callers_error(model: Any, case: str) -> None:
     plan, error, message = BAD[case]
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         with pytest.raises(error, match=message):
             attached.add_request(PROMPT, plan=plan)
         with pytest.raises(error, match=message):
@@ -287,7 +271,7 @@ MISFITS = {
 
 @pytest.fixture(scope="module")
 def attached(model: Any) -> Iterator[Attached]:
-    with engine(model) as shared:
+    with attached_to(model, NEW) as shared:
         yield shared
 
 
@@ -350,7 +334,7 @@ def test_each_input_has_a_plan_or_none(model: Any) -> None:
 
 
 def test_an_id_is_of_one_request_with_a_plan_at_a_time(model: Any) -> None:
-    with engine(model, new_tokens=50) as attached:
+    with attached_to(model, 50) as attached:
         attached.add_request(PROMPT, "mine", plan=STEERED.plan, eos_token_id=-1)
         with pytest.raises(HookError, match="already has the id 'mine'"):
             attached.add_request(PROMPT, "mine", plan=STEERED.plan)
@@ -421,7 +405,7 @@ def test_a_request_that_the_engine_refuses_is_forgotten(waiting: Attached) -> No
 
 
 def test_ids_that_are_prefixes_of_each_other_are_others(model: Any) -> None:
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         for name, plan in (("user", STEERED.plan), ("user-chat", None), ("use", None)):
             attached.add_request(PROMPT, name, plan=plan)
         outputs = take(attached, 3)
@@ -430,7 +414,7 @@ def test_ids_that_are_prefixes_of_each_other_are_others(model: Any) -> None:
 
 
 def test_a_cancelled_request_is_forgotten(model: Any) -> None:
-    with engine(model, new_tokens=200) as attached:
+    with attached_to(model, 200) as attached:
         name = attached.add_request(PROMPT, plan=STEERED.plan, streaming=True, eos_token_id=-1)
         attached.get_result(timeout=WAIT)
         attached.cancel_request(name)
@@ -445,7 +429,7 @@ def test_a_cancelled_request_is_forgotten(model: Any) -> None:
 
 
 def test_streamed_outputs_end_with_the_captures(model: Any) -> None:
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         name = attached.add_request(PROMPT, plan=STEERED.plan, streaming=True)
         outputs = [*attached.request_id_iter(name)]
 
@@ -456,7 +440,7 @@ def test_streamed_outputs_end_with_the_captures(model: Any) -> None:
 
 def test_iterating_gives_the_managers_outputs(model: Any) -> None:
     jobs = [STEERED, Job(PROMPT), STEERED]
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         names = attached.add_requests([job.prompt for job in jobs], plans=[j.plan for j in jobs])
         results = iter(attached)
         outputs = {each.request_id: each for each in (next(results) for _ in jobs)}
@@ -471,14 +455,14 @@ def test_a_handler_gets_the_captures(model: Any) -> None:
         attached.add_request(PROMPT, "mine", plan=STEERED.plan)
         return await asyncio.wait_for(done, WAIT)
 
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         STEERED.check(model, asyncio.run(ask(attached)), NEW)
 
 
 def test_many_threads_add_requests(model: Any) -> None:
     jobs = [STEERED, Job(PROMPT)] * 8
     names: dict[str, Job] = {}
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         start = threading.Barrier(4)
 
         def add(mine: list[Job]) -> None:
@@ -544,7 +528,7 @@ def test_requests_after_the_detachment_may_have_the_ids_of_failed_ones(model: An
 def test_an_engine_that_dies_fails_its_requests(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         processor = attached.batch_processor
 
         def die() -> None:
@@ -573,7 +557,7 @@ def test_a_manager_started_again_serves_plans(model: Any) -> None:
 
 
 def test_the_cache_is_freed_with_the_manager(model: Any) -> None:
-    with engine(model) as attached:
+    with attached_to(model, NEW) as attached:
         attached.add_request(PROMPT, plan=STEERED.plan)
         output = attached.get_result(timeout=WAIT)
         cache = weakref.ref(attached.batch_processor.cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,10 +20,11 @@ from transformers import (
 import ferrohook as fh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from ferrohook.engines.transformers import Attached
     from support.transcoding import Transcoded
 
 EOS = 2
@@ -68,6 +70,22 @@ def greedy(new_tokens: int = 10, forks: int = 1) -> GenerationConfig:
     if forks > 1:
         settings = {"do_sample": True, "top_k": 1, "num_return_sequences": forks}
     return GenerationConfig(max_new_tokens=new_tokens, eos_token_id=EOS, **settings)
+
+
+@contextlib.contextmanager
+def attached_to(model: Any, new_tokens: int, **settings: Any) -> Iterator[Attached]:
+    """Starts transformers' engine with plans; asserts that it is left as it was."""
+    from ferrohook.engines.transformers import attach  # noqa: PLC0415 (other engines' tests import this module)
+
+    with (
+        model.continuous_batching_context_manager(
+            greedy(new_tokens), continuous_batching_config=batching(**settings)
+        ) as manager,
+        attach(manager) as attached,
+    ):
+        yield attached
+    assert not [name for name, value in vars(manager).items() if callable(value) and name[0] == "_"]
+    assert "deliver" not in vars(manager.output_router)
 
 
 @dataclasses.dataclass(frozen=True)
