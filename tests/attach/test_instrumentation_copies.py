@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ferrohook as fh
 from support.instrumentation import Log, Slotted, logging, small, x
@@ -67,24 +67,6 @@ def test_a_deep_copy_counts_independently() -> None:
     assert is_instrumented(model)
     fh.restore(model)
     assert not is_instrumented(model)
-
-
-class Counting(nn.Module):
-    count = 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value
-
-    def hook(self, *_: Any) -> None:
-        self.count += 1
-
-
-def test_hooks_that_are_methods_are_rebound_to_the_copy() -> None:
-    with fh.instrument(counting := Counting()):
-        counting.register_forward_hook(counting.hook)
-        duplicate = copy.deepcopy(counting)
-        duplicate(x())
-        assert (counting.count, duplicate.count) == (0, 1)
 
 
 def test_a_shallow_copy_shares_hooks_and_is_restored_independently() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -41,14 +42,18 @@ def test_into_inner_returns_the_original_module(case: Case) -> None:
     module(*arguments)
     for use in (
         lambda: hooked(*arguments),
+        lambda: hooked.forward(*arguments),
         lambda: hooked.inner,
+        lambda: hooked.weight,
         hooked.into_inner,
         lambda: hooked.register_forward_hook(print),
+        lambda: hooked.register_full_backward_pre_hook(print),
         hooked.state_dict,
     ):
         with pytest.raises(fh.HookError, match="into_inner"):
             use()
     assert repr(hooked) == "HookedModule(<given back>)"
+    assert hooked.hooks() == []
     fh.HookedModule(module)(*arguments)
 
 
@@ -75,23 +80,24 @@ def test_deepcopy_copies_module_and_hooks_and_handles_act_on_the_original(case: 
         assert torch.equal(one, other)
 
 
-def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
+class Counting(nn.Module):
+    count = 0
 
-        def forward(self, value: Tensor) -> Tensor:
-            return value
+    def forward(self, value: Tensor) -> Tensor:
+        return value
 
-        def hook(self, *_: Any) -> None:
-            self.count += 1
+    def hook(self, *_: Any) -> None:
+        self.count += 1
 
+
+@pytest.mark.parametrize("instrumented", [False, True])
+def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module(instrumented: bool) -> None:
     counting = Counting()
-    hooked = fh.HookedModule(counting)
-    hooked.register_forward_hook(counting.hook)
-    duplicate = copy.deepcopy(hooked)
-    duplicate(x())
+    module: Any = counting if instrumented else fh.HookedModule(counting)
+    with fh.instrument(counting) if instrumented else contextlib.nullcontext():
+        module.register_forward_hook(counting.hook)
+        duplicate = copy.deepcopy(module)
+        duplicate(x())
     assert (counting.count, duplicate.count) == (0, 1)
 
 

@@ -36,6 +36,8 @@ def test_what_the_engine_forgot_is_forgotten(model: nn.Sequential) -> None:
     ("dim", "index", "keeps"),
     [
         (0, ..., True),
+        (0, None, True),
+        (0, slice(None), True),
         (0, (slice(None), 0), True),
         (0, 0, False),
         (0, slice(0, 2), False),
@@ -45,6 +47,7 @@ def test_what_the_engine_forgot_is_forgotten(model: nn.Sequential) -> None:
         (1, (slice(None), slice(None), 0), True),
         (1, 0, False),  # the rows move to another dimension
         (1, (slice(None), 0), False),
+        (1, (0, slice(None)), False),
         (1, (slice(None), slice(1, None)), False),
     ],
 )

@@ -84,22 +84,3 @@ def test_all_needs_are_known() -> None:
     for back_end in ALL.values():
         assert back_end.serves <= NEEDS
         assert back_end.reasons.keys() <= NEEDS - back_end.serves
-
-
-@pytest.mark.parametrize(
-    ("index", "dim", "cut"),
-    [
-        (..., 0, False),
-        (None, 0, False),
-        (slice(None), 0, False),
-        (slice(1, None), 0, True),
-        ([0], 0, True),
-        ((slice(None), 0), 1, True),
-        ((0, slice(None)), 1, True),
-        ((slice(0, 1), ...), 1, False),
-        ((slice(None), slice(None), 3), 1, False),
-    ],
-)
-def test_rows_that_a_slice_cuts(index: Any, dim: int, cut: bool) -> None:
-    refused = ENGINE.refusal(fh.keep("0", slice=index), dim)
-    assert (refused is not None) is cut

@@ -327,9 +327,9 @@ class Mean(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(96, 16, max_norm=max_norm)
+        self.embed = nn.Embedding(96, 16)
         self.layers = nn.ModuleList(Scaled() for _ in range(2))
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -348,14 +348,6 @@ def test_the_equation_of_a_stream_that_is_scaled_twice_holds() -> None:
     _, acts = fh.run(model, IDS, capture=["@resid_pre.1", "@resid_post.1", "@*_out.1"])
     values = {name[1:].partition(".")[0]: acts[name] for name in acts}
     torch.testing.assert_close(eval(left, values), values[right])  # noqa: S307 (our own text)
-
-
-def test_a_table_that_a_forward_scales_stays_as_it_is() -> None:
-    torch.manual_seed(0)
-    model = Tower(max_norm=1.0)
-    before = model.embed.weight.detach().clone()
-    assert "@embed" in fh.quantities(model)
-    assert torch.equal(model.embed.weight, before)
 
 
 @pytest.mark.parametrize("factors", [nn.Identity, "scale"])
@@ -397,14 +389,8 @@ def test_neurons_of_dinov2_are_before_its_last_projection() -> None:
     assert table["@mlp_act.1"].place == "encoder.layer.1.mlp.fc2 input"
 
 
-def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**SMALL, vocab_size=96, initializer_range=0.2)
-    return uneven(transformers.LlamaForCausalLM(config).eval())
-
-
 def test_a_compiled_model_has_the_quantities_of_its_original() -> None:
-    model = llama()
+    model = make("llama")
     compiled: Any = torch.compile(model, backend="eager")
     expected = {name: f"_orig_mod.{it.path}" for name, it in fh.quantities(model).items()}
     found = {name: it.path for name, it in fh.quantities(compiled).items()}
@@ -419,7 +405,7 @@ def test_a_compiled_model_has_the_quantities_of_its_original() -> None:
 @pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload"])
 def test_an_offloaded_model_has_the_quantities_of_a_loaded_one(kind: str, tmp_path: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
-    model = llama()
+    model = make("llama")
     expected = {name: it.path for name, it in fh.quantities(model).items()}
     folder = () if kind == "cpu_offload" else (tmp_path,)
     device = torch.device("cpu")

@@ -158,7 +158,7 @@ def test_generators_of_python_and_numpy_are_put_back_unless_a_thread_may_have_dr
 def test_a_table_that_a_forward_scales_keeps_its_rows() -> None:
     model = Net(max_norm=1.0)
     before = model.embed.weight.detach().clone()
-    fh.quantities(model)
+    assert "@embed" in fh.quantities(model)
     assert torch.equal(model.embed.weight, before)
 
 

@@ -139,7 +139,7 @@ def test_captures_of_gradients_are_refused(model: nn.Module) -> None:
     fine = fh.Plan(fh.keep("0")).prepare(model).open()
     request = fh.Plan(fh.keep("0", grads=True)).prepare(model).open()
     with (
-        pytest.raises(fh.errors.RowsError, match="gradients") as raised,
+        pytest.raises(fh.errors.RowsError, match="captures of gradients") as raised,
         fh.batch({fine: 0, request: 1}),
     ):
         pass

@@ -166,20 +166,6 @@ def test_a_request_that_does_not_fit_leaves_the_others(model: nn.Sequential) -> 
     assert torch.equal(out, model[2](h))
 
 
-def test_gradients_through_merged_rows(model: nn.Sequential) -> None:
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    directions = torch.randn(2, WIDTH)
-    requests = [fh.Plan(fh.on("1", fh.Ablate(d))).prepare(model).open() for d in directions]
-    with fh.batch({requests[0]: [0, 2], requests[1]: 3}, size=4):
-        model(x).square().sum().backward()
-    mine, x.grad = x.grad, None
-    h = model[1](model[0](x))
-    parts = [_alone(fh.Ablate(directions[0]), h[[0]]), h[[1]]]
-    parts += [_alone(fh.Ablate(directions[0]), h[[2]]), _alone(fh.Ablate(directions[1]), h[[3]])]
-    model[2](torch.cat(parts)).square().sum().backward()
-    assert torch.allclose(mine, x.grad, rtol=1e-5, atol=1e-6)
-
-
 def test_captures_share_what_they_keep(model: nn.Sequential) -> None:
     plan = fh.Plan(fh.keep("0"), fh.keep("1", copy="clone")).prepare(model)
     requests = [plan.open() for _ in range(4)]
@@ -188,26 +174,6 @@ def test_captures_share_what_they_keep(model: nn.Sequential) -> None:
         model(torch.randn(16, WIDTH))
     # One selection a module.
     assert operations.counts["index_select.default"] + operations.counts["clone.default"] == 2
-
-
-def test_a_write_in_place_by_the_model_is_told_of() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.clone()).add_(1)
-
-    model = Writes()
-    checked = fh.Plan(fh.keep("inner")).prepare(model).open()
-    cloned = fh.Plan(fh.keep("inner", copy="clone")).prepare(model).open()
-    x = torch.randn(4, 3)
-    with fh.batch({checked: slice(0, 3), cloned: 3}):
-        model(x)
-    assert torch.equal(cloned.acts["inner"], x[3:])
-    with pytest.raises(fh.StaleActivationError):
-        checked.acts["inner"]
 
 
 def test_tables_are_made_anew_only_when_requests_change(model: nn.Sequential) -> None:

@@ -89,21 +89,6 @@ def test_gradients_are_those_of_a_loop(kind: str, rows: Any) -> None:
         torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
 
 
-@kinds
-@alike
-def test_a_vector_gets_no_gradient_from_rows_of_others(kind: str, rows: Any) -> None:
-    model, trained = Net(WIDTH).double(), vectors()
-    interventions = [KINDS[kind](vector) for vector in trained]
-    weights = torch.zeros(SIZE, dtype=torch.float64)
-    weights[rows[1]] = 1.0  # the loss sees the second request alone
-    x, *found = in_a_batch(model, interventions, rows, trained, weights)
-    assert not found[0].any()
-    assert found[1].any()
-    assert not found[2].any()
-    others = [row for row in range(SIZE) if row not in rows[1]]
-    assert not x[others].any()
-
-
 def test_a_vector_shared_by_requests_gets_the_sum() -> None:
     model = Net(WIDTH).double()
     (vector, *_) = vectors()
@@ -180,10 +165,3 @@ def test_captured_rows_keep_the_graph() -> None:
         (found,) = torch.autograd.grad(request.acts["act"][1].sum(), [x], retain_graph=True)
         touched = found.abs().sum(1).nonzero().flatten().tolist()
         assert touched == sorted(rows)
-
-
-def test_captures_of_gradients_are_refused() -> None:
-    model = Net(WIDTH).double()
-    request = fh.Plan(fh.keep("embed", grads=True)).prepare(model).open()
-    with pytest.raises(fh.errors.RowsError, match="captures of gradients"), fh.batch({request: 0}):
-        model(torch.randn(SIZE, WIDTH, dtype=torch.float64))
