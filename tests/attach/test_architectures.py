@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.capture import tensors_of
 from support.internals import in_no_scope
 from support.threads import in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -321,14 +322,6 @@ def anatomy(model: nn.Module) -> dict[str, tuple[type, list[tuple[str, int]]]]:
     }
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(item)
-
-
 class Seen:
     """Values that PyTorch's hooks get on every module of a plain model."""
 
@@ -413,7 +406,7 @@ def test_a_capture_of_all_modules_equals_torch_hooks(name: str, inputs: bool) ->
     assert anatomy(model) == before
     assert in_no_scope()
 
-    kept = [weakref.ref(leaf) for each in acts for leaf in tensors(acts[each])]
+    kept = [weakref.ref(leaf) for each in acts for leaf in tensors_of(acts[each])]
     assert kept
     del acts
     assert not any(reference() is not None for reference in kept)
@@ -492,7 +485,7 @@ def test_generate_with_a_cache_while_captured(name: str) -> None:
 
 def differentiate(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of the parameters, for a loss that uses every output."""
-    outputs = [output for output in tensors(model(**batch)) if output.requires_grad]
+    outputs = [output for output in tensors_of(model(**batch)) if output.requires_grad]
     sum(output.square().sum() for output in outputs).backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -577,15 +570,6 @@ def minilm() -> tuple[Any, dict[str, torch.Tensor]]:
     return transformers.AutoModel.from_pretrained(path).eval(), dict(batch)
 
 
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    """One torch thread, for a fixed order of summation."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def steering(strength: float) -> Callable[..., torch.Tensor]:
     def steer(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
         return output + strength * output.roll(1, -1)
@@ -593,7 +577,7 @@ def steering(strength: float) -> Callable[..., torch.Tensor]:
     return steer
 
 
-@pytest.mark.usefixtures("one_torch_thread", "switch_often")
+@pytest.mark.usefixtures("one_thread", "switch_often")
 @pytest.mark.parametrize("instrumented", [True, False], ids=["instrumented", "plain"])
 def test_minilm_is_steered_and_captured_in_threads(
     minilm: tuple[Any, dict[str, torch.Tensor]], instrumented: bool

@@ -7,7 +7,6 @@ import functools
 import gc
 import io
 import pickle
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -318,27 +317,23 @@ def test_a_request_of_a_batch_has_its_own_rows(llama: Any, name: str) -> None:
 # --- Threads ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("switch_often")
 def test_threads_with_scopes_of_their_own_see_and_change_nothing_of_others(llama: Any) -> None:
     expected = []
     for number in range(8):
         with fh.register(points(llama).z, "", fh.Scale(1 + number / 4)):
             expected.append(logits(llama))
-    former = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
 
-        def work(number: int) -> list[bool]:
-            correct = []
-            for _ in range(20):
-                with fh.scope() as s, fh.capture(points(llama).z, "") as acts:
-                    fh.register(points(llama).z, "", fh.Scale(1 + number / 4), scope=s)
-                    correct.append(torch.equal(logits(llama), expected[number]))
-                correct.append(bool(acts[""].isfinite().all()))
-            return correct
+    def work(number: int) -> list[bool]:
+        correct = []
+        for _ in range(20):
+            with fh.scope() as s, fh.capture(points(llama).z, "") as acts:
+                fh.register(points(llama).z, "", fh.Scale(1 + number / 4), scope=s)
+                correct.append(torch.equal(logits(llama), expected[number]))
+            correct.append(bool(acts[""].isfinite().all()))
+        return correct
 
-        assert all(all(each) for each in in_threads(8, work))
-    finally:
-        sys.setswitchinterval(former)
+    assert all(all(each) for each in in_threads(8, work))
 
 
 def test_a_pattern_of_padding_changes_nothing_in_float64() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support import wrapping
 from support.instrumentation import Log, call, logging, same, small, state_of, x
 from support.internals import is_instrumented
 from support.interpreters import assert_ends_well, run_with_torch
@@ -21,27 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
-    "Linear": (lambda: nn.Linear(4, 4), lambda: (x(),)),
-    "Sequential": (small, lambda: (x(),)),
-    "MultiheadAttention": (
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-        lambda: (x(), x(), x()),
-    ),
-    "LSTM": (lambda: nn.LSTM(4, 4, batch_first=True), lambda: (x(),)),
-    "BatchNorm": (lambda: nn.BatchNorm1d(3), lambda: (x(),)),
+CASES = wrapping.CASES | {
     "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0), lambda: (x(),)),
     "ModuleDict": (lambda: nn.ModuleDict({"a": nn.ReLU()}), lambda: ()),
 }
+del CASES["lazy"]  # changes its class at its first call
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Any, ...]]:
+def case(request: pytest.FixtureRequest) -> wrapping.Case:
     make, arguments = CASES[request.param]
     return make(), arguments()
-
-
-Case = tuple[nn.Module, tuple[Any, ...]]
 
 
 # Transparency
@@ -59,7 +50,7 @@ def test_the_result_of_instrument_names_the_model() -> None:
     assert repr(instrumented) == "<Instrumentation of a model that is gone, restored>"
 
 
-def test_an_instrumented_model_looks_like_the_plain_one(case: Case) -> None:
+def test_an_instrumented_model_looks_like_the_plain_one(case: wrapping.Case) -> None:
     model, arguments = case
     plain = copy.deepcopy(model)
     expected = call(plain, arguments)
@@ -93,7 +84,7 @@ def test_a_call_without_hooks_returns_the_module_s_own_object() -> None:
         assert identity(result) is result
 
 
-def test_restore_restores_class_attributes_and_torch_s_hooks(case: Case) -> None:
+def test_restore_restores_class_attributes_and_torch_s_hooks(case: wrapping.Case) -> None:
     model, arguments = case
     for each in model.modules():
         each.register_forward_hook(lambda *_: None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import Data, Frozen, Named, Twice
+from support.capture import Data, Frozen, Named, Twice, saved_and_loaded
 from support.modules import Returning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def saved_and_loaded(cache: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(cache, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def through_a_queue(cache: Any) -> Any:

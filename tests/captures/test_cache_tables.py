@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.capture import Twice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,20 +208,9 @@ def test_views_of_a_cache_name_what_is_in_it() -> None:
     assert acts.keys() | {"c"} == {"a", "b", "c"}
 
 
-class Twice(nn.Module):
-    """Runs one module twice, and one once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.once = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.once(self.twice(self.twice(x)))  # type: ignore[no-any-return]
-
-
 def test_tables_say_of_how_many_calls_a_value_is_the_last() -> None:
-    model, x = Twice(), torch.ones(2, 4)
-    with fh.capture(model, ["twice", "once"]) as acts:
+    model, x = Twice(), torch.ones(2, 4)  # runs `shared` twice
+    with fh.capture(model, ["shared", "once"]) as acts:
         model(x)
         assert [line.split()[1:4] for line in str(acts).splitlines()[1:]] == [
             ["last", "of", "2"],
@@ -230,7 +220,7 @@ def test_tables_say_of_how_many_calls_a_value_is_the_last() -> None:
     for shown in (str(acts), acts._repr_html_()):
         assert "last of 4" in shown
         assert "last of 2" in shown
-    with fh.capture(model, ["twice", "once"], calls="all") as acts:
+    with fh.capture(model, ["shared", "once"], calls="all") as acts:
         model(x)
     assert "last" not in str(acts)
     with fh.capture(model, "once") as acts:

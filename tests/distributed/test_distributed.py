@@ -26,6 +26,7 @@ from ferrohook.compat import mi_crow as fi
 from ferrohook.compat.transformers import capture_outputs
 from ferrohook.detectors import NormDetector
 from support.gloo import RANKS, Pair
+from support.hooks import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,17 +116,9 @@ def hooks_that_change(log: list[str]) -> dict[str, Callable[..., Any]]:
     return {hook.__name__: hook for hook in (forward_pre, forward, backward_pre, backward)}
 
 
-METHODS = {
-    "forward_pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "backward_pre": "register_full_backward_pre_hook",
-    "backward": "register_full_backward_hook",
-}
-
-
 def add_hooks(module: nn.Module, log: list[str]) -> None:
     for phase, hook in hooks_that_change(log).items():
-        getattr(module, METHODS[phase])(hook)
+        getattr(module, PHASES[phase])(hook)
 
 
 def check_hooks(rank: int, how: str, kind: str, when: str) -> None:
@@ -152,7 +145,7 @@ def check_hooks(rank: int, how: str, kind: str, when: str) -> None:
         expected = alone(x(rank, step))
         expected.square().sum().backward()
         assert torch.equal(output, expected)
-        assert log == expected_log == [*METHODS]
+        assert log == expected_log == [*PHASES]
         assert_close(grads(model), grads_of_all(lambda m, _: add_hooks(m[2], []), step))
 
 
@@ -514,7 +507,7 @@ def check_no_sync(rank: int) -> None:
     parallel(x(rank, 1)).square().sum().backward()
     steps = [grads_of_all(lambda m, _: add_hooks(m[2], []), step) for step in (0, 1)]
     assert_close(grads(model), [first + second for first, second in zip(*steps, strict=True)])
-    assert log == 2 * [*METHODS]
+    assert log == 2 * [*PHASES]
 
 
 def test_gradients_accumulate_without_sync(pair: Pair) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import pytest
 
-from support.pages import ROOT
+from support.scripts import script
 
 MOST = 300
 
@@ -17,12 +16,7 @@ def generator() -> Any:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     pytest.importorskip("httpx")
-    spec = importlib.util.spec_from_file_location("llms", ROOT / "script" / "llms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("llms")
 
 
 def test_the_file_is_what_the_script_writes_and_is_short() -> None:

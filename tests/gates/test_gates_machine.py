@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ferrohook as fh
 from support.amounts import amount
-from support.language_models import language_model
+from support.language_models import random_llama
 from support.threads import in_threads
 
 if TYPE_CHECKING:
@@ -59,11 +59,7 @@ MARGIN = 1e-4
 @functools.cache
 def model_of(*, hooked: bool) -> Any:
     del hooked  # apart in the cache
-    model = language_model("llama", WIDTH)
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model.requires_grad_(False).double()
+    return random_llama(WIDTH, seed=1).double()
 
 
 @dataclass(frozen=True)

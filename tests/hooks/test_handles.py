@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.hooks import PHASES, ignore, register
+from support.hooks import PHASES, call, ignore, register
 from support.limits import LIMIT
 from support.numbers import close
 
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def hooked() -> fh.HookedModule[nn.Linear]:
     return fh.HookedModule(nn.Linear(2, 2))
-
-
-@pytest.fixture(params=PHASES)
-def phase(request: pytest.FixtureRequest) -> str:
-    assert isinstance(request.param, str)
-    return request.param
-
-
-def call(module: nn.Module) -> None:
-    """Calls a module and runs backward: all four phases."""
-    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
 # remove
@@ -588,19 +577,6 @@ def test_a_module_that_keeps_its_handle_can_be_copied() -> None:
     assert (len(original.linear.hooks()), len(duplicate.linear.hooks())) == (0, 1)
 
 
-def test_the_hooks_of_a_copy_are_independent() -> None:
-    original = fh.HookedModule(nn.Linear(2, 2))
-    fired: list[Any] = []
-    handle = original.register_forward_hook(lambda module, *_: fired.append(module))
-    duplicate = copy.deepcopy(original)
-    handle.remove()
-    call(original)
-    call(duplicate)
-    assert len(fired) == 1
-    assert fired[0] is duplicate
-    assert duplicate.hooks()[0].id != handle.id
-
-
 def test_a_copy_preserves_order_and_disabled_hooks_and_resets_counts() -> None:
     original = fh.HookedModule(nn.Linear(2, 2))
     fired: list[str] = []
@@ -646,24 +622,6 @@ def test_into_inner_returns_the_module_and_removes_every_hook() -> None:
     assert all(handle.removed for handle in handles)
     assert torch_hook.id in module._forward_hooks
     call(module)
-
-
-def test_a_wrapper_raises_after_into_inner() -> None:
-    hooked = fh.HookedModule(nn.Linear(2, 2))
-    hooked.into_inner()
-    for act in (
-        lambda: hooked(torch.ones(2)),
-        lambda: hooked.forward(torch.ones(2)),
-        lambda: hooked.register_forward_hook(ignore),
-        lambda: hooked.register_full_backward_pre_hook(ignore),
-        lambda: hooked.inner,
-        lambda: hooked.weight,
-        hooked.into_inner,
-    ):
-        with pytest.raises(fh.HookError, match="into_inner"):
-            act()
-    assert "given back" in repr(hooked)
-    assert hooked.hooks() == []
 
 
 def test_a_hook_may_call_into_inner() -> None:

@@ -23,7 +23,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook.attach.hook_info import find_registry, hooks_of
 from support.amounts import amount
-from support.hooks import TYPED
+from support.hooks import PHASES, TYPED, times
 from support.internals import registry_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from ferrohook.attach.hook_info import HookInfo
 
-PHASES = ("forward_pre", "forward", "backward_pre", "backward")
 ACTIONS = (
     "observe",
     "replace",
@@ -90,13 +89,7 @@ class Spec:
             options["with_kwargs"] = self.with_kwargs
         if self.phase == "forward":
             options["always_call"] = self.always_call
-        methods = {
-            "forward_pre": "register_forward_pre_hook",
-            "forward": "register_forward_hook",
-            "backward_pre": "register_full_backward_pre_hook",
-            "backward": "register_full_backward_hook",
-        }
-        return getattr(module, methods[self.phase])(hook, **options)
+        return getattr(module, PHASES[self.phase])(hook, **options)
 
 
 def freeze(value: Any) -> Any:
@@ -108,13 +101,6 @@ def freeze(value: Any) -> Any:
     if isinstance(value, dict):
         return "dict", *((key, freeze(each)) for key, each in value.items())
     return value
-
-
-def times(value: Any, factor: float) -> Any:
-    """`value` with every number and tensor multiplied by `factor`."""
-    if isinstance(value, tuple):
-        return tuple(times(each, factor) for each in value)
-    return value if value is None or isinstance(value, str) else value * factor
 
 
 class Side:
@@ -505,7 +491,7 @@ def childless_specs(draw: st.DrawFn, phases: tuple[str, ...], actions: tuple[str
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    spec = draw(childless_specs(PHASES, ACTIONS))
+    spec = draw(childless_specs(tuple(PHASES), ACTIONS))
     if spec.action != "register":
         return spec
     # PyTorch fixes backward hooks when the call begins, ferrohook when the phase does;

@@ -10,14 +10,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import PHASES
 from support.threads import in_threads
-
-REGISTER = {
-    "forward_pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "backward_pre": "register_full_backward_pre_hook",
-    "backward": "register_full_backward_hook",
-}
 
 
 class Ordered:
@@ -32,7 +26,7 @@ class Ordered:
         def hook(*_: Any) -> None:
             self.fired.append(name)
 
-        handle = getattr(self.hooked, REGISTER[self.phase])(hook, **options)
+        handle = getattr(self.hooked, PHASES[self.phase])(hook, **options)
         assert isinstance(handle, fh.typing.HookHandle)
         return handle
 
@@ -42,7 +36,7 @@ class Ordered:
         return self.fired.copy()
 
 
-@pytest.fixture(params=REGISTER)
+@pytest.fixture(params=PHASES)
 def ordered(request: pytest.FixtureRequest) -> Ordered:
     return Ordered(request.param)
 
@@ -126,13 +120,13 @@ def test_any_mix_keeps_one_total_order(ordered: Ordered) -> None:
 
 def test_hooks_lists_all_phases_in_firing_order() -> None:
     hooked = fh.HookedModule(nn.Linear(2, 2))
-    hooks: dict[str, Any] = {phase: lambda *_: None for phase in REGISTER}
-    for phase in reversed(REGISTER):
-        getattr(hooked, REGISTER[phase])(hooks[phase])
+    hooks: dict[str, Any] = {phase: lambda *_: None for phase in PHASES}
+    for phase in reversed(PHASES):
+        getattr(hooked, PHASES[phase])(hooks[phase])
     rows = hooked.hooks()
-    assert [row.phase for row in rows] == list(REGISTER)
+    assert [row.phase for row in rows] == list(PHASES)
     assert all(row.hook is hooks[row.phase] for row in rows)
-    for phase in REGISTER:
+    for phase in PHASES:
         assert [row.phase for row in hooked.hooks(phase)] == [phase]
 
 
@@ -146,7 +140,7 @@ def test_an_unknown_phase_is_refused_with_the_valid_ones() -> None:
 
 
 def test_ids_increase_and_are_unique_across_modules_and_phases() -> None:
-    modules = [Ordered(phase) for phase in REGISTER]
+    modules = [Ordered(phase) for phase in PHASES]
     handles: list[fh.typing.HookHandle] = []
     for number in range(50):
         handles.extend(module.add(str(number)) for module in modules)
@@ -211,7 +205,7 @@ def test_a_priority_changed_during_a_phase_takes_effect_in_the_next(ordered: Ord
     def swap(*_: Any) -> None:
         last.priority = 5
 
-    getattr(ordered.hooked, REGISTER[ordered.phase])(swap)
+    getattr(ordered.hooked, PHASES[ordered.phase])(swap)
     ordered.add("middle")
     last = ordered.add("last")
     assert ordered.call() == ["middle", "last"]

@@ -25,8 +25,10 @@ import ferrohook as fh
 from ferrohook._core import frames
 from support.amounts import amount
 from support.compiling import compiled
+from support.hooks import PHASES, times
 from support.internals import instrumented
 from support.plans import Net, forward_hook, pre_hook
+from support.rows import assert_same
 from support.threads import in_thread, run_together
 
 if TYPE_CHECKING:
@@ -35,18 +37,6 @@ if TYPE_CHECKING:
 WIDTH = 4
 TENSORS = ("embed", "blocks.0.linear", "blocks.*.linear", "act", "head")
 PAIRS = ("blocks.0", "blocks.1")
-METHODS = {
-    "forward_pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "backward_pre": "register_full_backward_pre_hook",
-    "backward": "register_full_backward_hook",
-}
-
-
-def times(value: Any, factor: float) -> Any:
-    if isinstance(value, tuple):
-        return tuple(times(each, factor) for each in value)
-    return value if value is None else value * factor
 
 
 @dataclass(frozen=True)
@@ -149,7 +139,7 @@ def interventions(output_index: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def changes(draw: st.DrawFn, *, graph: bool = False) -> On:
     what = draw(st.sampled_from((*TENSORS, *PAIRS)))
-    phases = ("forward_pre", "forward") if graph else ("forward_pre", "forward", *METHODS)
+    phases = ("forward_pre", "forward") if graph else ("forward_pre", "forward", *PHASES)
     phase = draw(st.sampled_from(phases))
     hook: Any
     if phase.startswith("forward") and draw(st.booleans()):
@@ -279,7 +269,7 @@ class Run:
                     hooks.append((key, entry, name, opened))
         for _, entry, name, opened in sorted(hooks, key=lambda each: each[0]):
             if isinstance(entry, On):
-                getattr(model.get_submodule(name), METHODS[entry.phase])(entry.plain())
+                getattr(model.get_submodule(name), PHASES[entry.phase])(entry.plain())
             else:
                 self.keep_by_hand(model, entry, name, opened.kept)
         return model
@@ -373,21 +363,6 @@ class Run:
             prepared.close()
         assert instrumented(self.model) == []
         assert frames.get() == ()
-
-
-def assert_same(ours: Any, expected: Any) -> None:
-    """Asserts that values are the same bit for bit."""
-    assert type(ours) is type(expected)
-    if isinstance(expected, Tensor):
-        assert ours.dtype == expected.dtype
-        assert ours.shape == expected.shape
-        assert torch.equal(ours.nan_to_num(7), expected.nan_to_num(7))
-    elif isinstance(expected, tuple | list):
-        assert len(ours) == len(expected)
-        for pair in zip(ours, expected, strict=True):
-            assert_same(*pair)
-    else:
-        assert ours == expected
 
 
 def few(examples: int) -> settings:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.modules import Experts
 from support.zoo import make, token_ids
 
 IDS = token_ids()
@@ -179,14 +180,16 @@ class Odd(nn.Module):
         return mixed.view_as(x)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(4, 8, 8))
+class Normed(nn.Module):
+    """Block of a norm and a mixture."""
 
-    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        each = torch.einsum("pd,pkde->pke", x, self.down[numbers]).tanh()
-        return (each * weights[..., None]).sum(1)
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved: Tensor = x + self.mlp(self.norm(x))
+        return moved
 
 
 @pytest.mark.parametrize(
@@ -197,17 +200,8 @@ class Experts(nn.Module):
     ],
 )
 def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp = nn.LayerNorm(8), Odd(square)
-
-        def forward(self, x: Tensor) -> Tensor:
-            moved: Tensor = x + self.mlp(self.norm(x))
-            return moved
-
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Normed(Odd(square)), Normed(Odd(square)))
     table = fh.quantities(model, torch.randn(2, 5, 8))
     assert "@mlp_out.1" in table
     with pytest.raises(fh.SelectionError, match=reason):
@@ -278,17 +272,8 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_weights_are_found_in_what_experts_take_of_all_positions(odd: bool) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp = nn.LayerNorm(8), Scaling(odd)
-
-        def forward(self, x: Tensor) -> Tensor:
-            moved: Tensor = x + self.mlp(self.norm(x))
-            return moved
-
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Normed(Scaling(odd)), Normed(Scaling(odd)))
     x = torch.randn(2, 5, 8)
     table = fh.quantities(model, x)
     if odd:

@@ -49,10 +49,10 @@ def scaled(logits: Tensor, ids: Tensor, config: Any) -> Tensor:
     return softmaxed(logits, ids, config) * config.routed_scaling_factor
 
 
-def sigmoids(logits: Tensor, ids: Tensor, config: Any) -> Tensor:
+def sigmoids(logits: Tensor, ids: Tensor, config: Any, epsilon: float = 1e-20) -> Tensor:
     found = logits.sigmoid().gather(-1, ids)
     if config.norm_topk_prob:
-        found = found / (found.sum(-1, keepdim=True) + 1e-20)
+        found = found / (found.sum(-1, keepdim=True) + epsilon)
     return found * config.routed_scaling_factor
 
 
@@ -62,10 +62,7 @@ def sigmoid_shares(logits: Tensor, ids: Tensor, _config: Any) -> Tensor:
 
 
 def of_lfm2(logits: Tensor, ids: Tensor, config: Any) -> Tensor:
-    found = logits.sigmoid().gather(-1, ids)
-    if config.norm_topk_prob:
-        found = found / (found.sum(-1, keepdim=True) + 1e-6)
-    return found * config.routed_scaling_factor
+    return sigmoids(logits, ids, config, epsilon=1e-6)
 
 
 def of_ernie(logits: Tensor, ids: Tensor, config: Any) -> Tensor:

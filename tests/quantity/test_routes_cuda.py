@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.modules import Experts
 
 pytestmark = pytest.mark.cuda
 IDS = torch.arange(10).view(2, 5)
@@ -20,16 +21,6 @@ class Router(nn.Linear):
         logits = super().forward(x)
         best = logits.softmax(-1).topk(2, -1)
         return logits, best.values, best.indices
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(4, 8, 8))
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        each = (x[:, None, None] @ self.down[ids]).squeeze(2).tanh()
-        return (each * weights[..., None]).sum(1)
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.modules import Experts
 from support.zoo import make, token_ids
 
 IDS = token_ids()
@@ -53,16 +54,6 @@ def test_tables_keep_rules_as_json() -> None:
     assert table["@expert_weights.1"].routing is None
     assert table["@experts.1"].place.endswith("mlp.gate output[2]")
     assert table["@expert_weights.1"].place.endswith("mlp.gate output[1]")
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(4, 8, 8))
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        each = torch.einsum("pd,pkde->pke", x, self.down[ids]).tanh()
-        return (each * weights[..., None]).sum(1)
 
 
 class Router(nn.Module):

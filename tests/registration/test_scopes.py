@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.hooks import add, register
+from support.hooks import Counting, add, call, register
 from support.limits import LIMIT
 from support.memory import resident
-from support.scopes import Counting, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

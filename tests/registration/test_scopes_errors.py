@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ferrohook as fh
-from support.hooks import add, register
+from support.hooks import Counting, add, call, register
 from support.limits import LIMIT
-from support.scopes import Counting, call
 from support.threads import run_together
 
 if TYPE_CHECKING:

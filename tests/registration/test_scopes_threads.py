@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.hooks import add, register
+from support.hooks import Counting, add, register
 from support.limits import LIMIT
-from support.scopes import Counting
 from support.threads import in_threads
 
 if TYPE_CHECKING:
@@ -22,15 +21,6 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 # Threads and tasks
-
-
-def test_scoped_hooks_do_not_fire_in_other_threads(
-    hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
-) -> None:
-    with fh.scope() as s:
-        hooked.register_forward_hook(add(1), scope=s)
-        assert elsewhere.submit(hooked, 1).result(LIMIT) == 1
-        assert hooked(1) == 2
 
 
 def test_tasks_and_to_thread_inherit_the_scope(hooked: fh.HookedModule[nn.Identity]) -> None:
@@ -289,16 +279,6 @@ def test_a_scoped_backward_hook_changes_the_gradient(module: Any) -> None:
         module(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[7, 7]]
-
-
-def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks(module: Any) -> None:
-    hook = Counting()
-    x = torch.ones(1, 2, requires_grad=True)
-    with fh.scope() as s:
-        register(module, "forward_pre", hook, scope=s)
-        out = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-        out.sum().backward()
-    assert hook.count == 2
 
 
 def test_checkpointing_recomputes_in_the_scope_on_the_thread_of_the_backward(

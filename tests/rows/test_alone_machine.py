@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections import namedtuple
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +23,7 @@ import ferrohook as fh
 from support.amounts import amount
 
 pytest.importorskip("transformers")
-from transformers.utils.generic import ModelOutput
+from support.structures import Named, Output, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,21 +32,6 @@ SIZE, COLUMNS, WIDTH = 7, 3, 4
 DTYPES = (torch.float64, torch.float32, torch.complex128)
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-Named = namedtuple("Named", ["first", "second"])  # noqa: PYI024 (of a class made by a call)
-
-
-@dataclass
-class Pair:
-    first: Any = None
-    second: Any = None
-
-
-@dataclass
-class Output(ModelOutput):
-    first: Any = None
-    second: Any = None
-
-
 LEAVES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     # Of the argument, the keyword argument, and the tensor that stands before it.
     "fresh": lambda x, o, b: x * 2,

@@ -7,8 +7,6 @@ has the rows of the batch, and any other tensor whole, however its rows were wri
 from __future__ import annotations
 
 import logging
-from collections import namedtuple
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 
 pytest.importorskip("transformers")
-from transformers.utils.generic import ModelOutput
+from support.structures import Named, Output, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,24 +30,11 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "strided": (slice(0, 8, 4), slice(1, 8, 2)),
     "all": (slice(0, 8), []),
 }
-Named = namedtuple("Named", ["first", "second"])  # noqa: PYI024 (of a class made by a call)
 
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "ferrohook")
-
-
-@dataclass
-class Pair:
-    first: Any
-    second: Any
-
-
-@dataclass
-class Output(ModelOutput):
-    first: Any = None
-    second: Any = None
 
 
 MAKES: dict[str, Callable[..., Any]] = {

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import ferrohook as fh
 from support.amounts import amount
@@ -39,17 +40,6 @@ class Layers(RowModel):
         for layer in self.layers:
             x = x + layer(x).tanh()
         return x
-
-
-class Counting:
-    """A backend that counts graphs."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, _inputs: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 def entries(seed: int) -> tuple[On | Keep, ...]:
@@ -91,7 +81,7 @@ class Compiled:
         self.model = Layers().double().requires_grad_(False)
         self.plain = copy.deepcopy(self.model)
         self.sites = fh.rows.sites(self.model, SITES, max_requests=4, max_rows=ROWS)
-        self.backend = Counting()
+        self.backend = CompileCounter()
         self.call: Any = torch.compile(self.model, backend=self.backend, fullgraph=True)
         self.entries = [entries(seed) for seed in range(PLANS)]
         self.prepared = [
@@ -147,7 +137,7 @@ def test_batches_of_a_compiled_model_are_a_loop_by_hand(program: Any, seed: int)
             case.check(drawn, x)
             if drawn:
                 case.nobodys(drawn, x)
-        assert case.backend.graphs == 1
+        assert case.backend.frame_count == 1
 
 
 @compiled
@@ -192,4 +182,4 @@ def test_threads_share_a_compiled_model(request: pytest.FixtureRequest) -> None:
 
     with case.sites:
         assert in_threads(THREADS, work) == [0] * THREADS
-        assert case.backend.graphs == 1
+        assert case.backend.frame_count == 1

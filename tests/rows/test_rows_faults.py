@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.masked import masked_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
+from support.batches.runs import Meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,20 +82,6 @@ def test_batches_of_the_same_members_with_other_gathered_rows(
             assert torch.equal(a.acts["head"], torch.zeros(int(own.sum()), WIDTH))
 
 
-class Meanwhile(TorchDispatchMode):
-    """Calls a function in the midst of the first merged hooks, as another thread might."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        super().__init__()
-        self.call: Callable[[], object] | None = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "mul" in str(func) and self.call is not None:
-            call, self.call = self.call, None
-            call()
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("change", ["register", "close", "fail", "priority"])
 @pytest.mark.parametrize("another_module", [True, False])
 def test_a_change_while_merged_hooks_run_is_seen_by_the_next_batch(
@@ -119,9 +105,10 @@ def test_a_change_while_merged_hooks_run_is_seen_by_the_next_batch(
         if another_module:
             model[1](numbered(4))
 
-    rows = {a: slice(0, 2), b: slice(2, 4)}
-    with fh.batch(rows, size=4, warn=False), Meanwhile(meanwhile):
-        model[0](numbered(4))
+    rows, x = {a: slice(0, 2), b: slice(2, 4)}, numbered(4)
+    with fh.batch(rows, size=4, warn=False), Meanwhile(0, meanwhile) as change_point:
+        model[0](x)
+    assert change_point.reached
     expected = {
         "register": [0, 0, 9, 12],
         "priority": [4, 6, 9, 12],

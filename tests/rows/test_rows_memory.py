@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import ferrohook as fh
+from support.capture import saved_and_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +26,6 @@ WIDTH = 8
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).requires_grad_(False)
-
-
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def _pickled(value: Any) -> Any:
@@ -63,7 +56,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("leave", [lambda it: it, _saved, _pickled, copy.deepcopy])
+@pytest.mark.parametrize("leave", [lambda it: it, saved_and_loaded, _pickled, copy.deepcopy])
 def test_captures_own_their_memory(
     model: nn.Sequential, leave: Callable[[Any], Any], options: Any, rows: Any
 ) -> None:
@@ -144,18 +137,6 @@ def test_beside_hooks_in_python(model: nn.Sequential) -> None:
     assert numbers_in_storage(first.acts["0"]) == numbers_in_storage(second.acts["0"]) == 2 * WIDTH
 
 
-def test_at_sites(model: nn.Sequential) -> None:
-    plan = fh.Plan(fh.keep("0")).prepare(model)
-    requests = plan.open(), plan.open()
-    tables = fh.rows.sites(model, "0", max_requests=2, max_rows=4, width=WIDTH)
-    rows = {requests[0]: slice(0, 2), requests[1]: slice(2, 4)}
-    with tables, fh.batch(rows, size=4):
-        model(torch.randn(4, WIDTH))
-    for request in requests:
-        assert request.acts["0"].shape == (2, WIDTH)
-        assert numbers_in_storage(request.acts["0"]) == 2 * WIDTH
-
-
 def test_steps_are_read_again_without_a_copy(model: nn.Sequential) -> None:
     request = fh.Plan(fh.keep("0")).prepare(model).open()
     with fh.batch({request: slice(0, 2)}, size=4):
@@ -176,9 +157,11 @@ def test_what_is_read_in_inference_mode_can_be_part_of_a_graph(model: nn.Sequent
 
 def test_a_stale_capture_stays_stale(model: nn.Sequential) -> None:
     request = fh.Plan(fh.keep("0")).prepare(model).open()
-    with fh.batch({request: slice(0, 2)}, size=2):
-        out = model[0](torch.randn(2, WIDTH))
-    out.add_(1)
+    cloned = fh.Plan(fh.keep("0", copy="clone")).prepare(model).open()
+    x = torch.randn(3, WIDTH)
+    with fh.batch({request: slice(0, 2), cloned: 2}):
+        model[0](x).add_(1)
+    assert torch.equal(cloned.acts["0"], model[0](x)[2:])
     assert "(2, 8)" in repr(request.acts)  # its size can be read, and is not a read
     with pytest.raises(fh.StaleActivationError):
         request.acts["0"]

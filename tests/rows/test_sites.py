@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import ferrohook as fh
 from support.compiling import compiled
@@ -40,17 +41,6 @@ class Model(nn.Module):
         return x
 
 
-class Traces:
-    """Backend that counts the graphs that it is given."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
-
-
 @pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
@@ -76,7 +66,7 @@ def plan_of(vectors: list[Tensor], *, keep: bool) -> fh.Plan:
 @compiled
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) -> None:
-    chosen, traces = random.Random(0), Traces()  # noqa: S311 (no secret)
+    chosen, traces = random.Random(0), CompileCounter()  # noqa: S311 (no secret)
     with (
         torch.no_grad(),
         fh.rows.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH),
@@ -85,7 +75,7 @@ def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) 
         x = torch.randn(12, WIDTH)
         assert torch.equal(run(x), by_hand(model, x, [])[-1])
         live: list[tuple[Any, fh.typing.Prepared, list[Tensor], bool]] = []
-        traced = traces.count
+        traced = traces.frame_count
         changes = 0
         while changes < (1000 if in_graph else 50):
             if live and chosen.random() < 0.5:
@@ -111,7 +101,7 @@ def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) 
                         kept = request.acts[f"layers.{at}"]
                         assert torch.allclose(kept, each[rows[request]], atol=1e-6)
         assert torch.equal(run(x), by_hand(model, x, [])[-1])  # no row has an owner outside a batch
-        assert traces.count == traced
+        assert traces.frame_count == traced
         assert traced == int(in_graph)
 
 
@@ -158,25 +148,6 @@ def test_positions(model: Model, dim: int) -> None:
         h[2:] += v
         assert torch.allclose(request.acts["layers.1"], h, atol=1e-6)
         assert other.acts.positions("layers.1") == [7]
-
-
-def test_a_sum_of_two_tensors() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, x * 3
-
-    model, v, x = Pair(), torch.randn(WIDTH), torch.randn(4, WIDTH)
-    plan = fh.Plan(fh.on("", fh.Add(v, output_index="sum")), fh.keep("", output_index="sum"))
-    sites = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "output_index": "sum"}
-    with fh.rows.sites(model, "", **sites), plan.prepare(model) as prepared:
-        request = prepared.open()
-        with fh.batch({request: [1, 3]}, size=4):
-            hidden, residual = model(x)
-    expected = x * 2
-    expected[[1, 3]] += v
-    assert torch.equal(hidden, expected)
-    assert torch.equal(residual, x * 3)
-    assert torch.equal(request.acts[""], (expected + x * 3)[[1, 3]])
 
 
 def test_gradients_pass_through(model: Model) -> None:

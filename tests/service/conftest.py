@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from support.limits import LIMIT
 
@@ -16,15 +15,6 @@ if TYPE_CHECKING:
 
     from benches.services import LockedEncoder
     from examples.service.encoder import Encoder
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """One torch thread, as in the server, for bit-equal results."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,13 @@ def plans(model: Model) -> Iterator[PreparedPlans]:
     plans.close()
 
 
+def batcher_of(model: Model, *, max_wait: float = LIMIT, **options: Any) -> Batcher[Tensor, Any]:
+    def split(output: Tensor, rows: Any) -> list[Any]:
+        return output[rows].tolist()
+
+    return Batcher(model, torch.cat, split, max_wait=max_wait, **options)
+
+
 @pytest.fixture
 def send_all(model: Model, plans: PreparedPlans) -> Callable[..., list[Any]]:
     """Sends requests that share a forward if they may; returns answers and exceptions."""
@@ -248,9 +255,7 @@ def test_the_deadline_of_one_request_passes_in_the_forward(
             time.sleep(0.01)
 
     opened = plans.prepare(add(1)).open
-    batcher: Batcher[Tensor, Any] = Batcher(
-        model, torch.cat, lambda output, rows: output[rows].tolist(), max_requests=2, max_wait=LIMIT
-    )
+    batcher = batcher_of(model, max_requests=2)
     with batcher, fh.register(model, "first", late, phase="forward_pre"):
         with deadline(1.0):
             moment = time.monotonic() + 1.0
@@ -275,9 +280,7 @@ def test_an_answered_request_is_freed_without_a_collection(
         requests.append(weakref.ref(request))
         return request
 
-    batcher: Batcher[Tensor, Any] = Batcher(
-        model, torch.cat, lambda output, rows: output[rows].tolist(), max_requests=2, max_wait=LIMIT
-    )
+    batcher = batcher_of(model, max_requests=2)
     gc.collect()
     gc.disable()
     try:
@@ -296,14 +299,7 @@ def test_an_answered_request_is_freed_without_a_collection(
 
 
 def test_threads_with_plans_of_their_own(model: Model, plans: PreparedPlans) -> None:
-    batcher: Batcher[Tensor, Any] = Batcher(
-        model,
-        torch.cat,
-        lambda output, rows: output[rows].tolist(),
-        max_requests=4,
-        max_wait=0.0005,
-        workers=2,
-    )
+    batcher = batcher_of(model, max_requests=4, max_wait=0.0005, workers=2)
 
     def work(thread: int) -> int:
         shared = 0
@@ -326,9 +322,7 @@ def test_threads_with_plans_of_their_own(model: Model, plans: PreparedPlans) -> 
 
 
 def test_a_plan_is_prepared_while_its_request_waits(model: Model) -> None:
-    batcher: Batcher[Tensor, Any] = Batcher(
-        model, torch.cat, lambda output, rows: output[rows].tolist(), max_requests=2, max_wait=LIMIT
-    )
+    batcher = batcher_of(model, max_requests=2)
     with batcher:
         futures = [batcher.submit(torch.zeros(1, 1), add(n).prepare(model).open) for n in (1, 2)]
         assert [future.result(LIMIT).value for future in futures] == [[[1.0]], [[2.0]]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
@@ -59,6 +61,13 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors_of(getattr(value, field.name))
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 class Twice(nn.Module):

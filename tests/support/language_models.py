@@ -37,6 +37,15 @@ def language_model(kind: str, width: int, **options: Any) -> Any:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+def random_llama(width: int, seed: int) -> Any:
+    """Makes a Llama with larger weights than `language_model`, without gradients."""
+    model = language_model("llama", width)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.requires_grad_(False)
+
+
 def encoder_decoder_model(width: int, *, layers: int, heads: int, vocab: int) -> Any:
     """Makes a BART that never stops generating by itself; its padding is token 1."""
     transformers = pytest.importorskip("transformers")

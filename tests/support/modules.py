@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
@@ -56,6 +57,18 @@ class Zero(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return value * 0
+
+
+class Experts(nn.Module):
+    """Four experts of width 8, of which each token takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        each = torch.einsum("pd,pkde->pke", x, self.down[ids]).tanh()
+        return (each * weights[..., None]).sum(1)
 
 
 LAYERS = 4

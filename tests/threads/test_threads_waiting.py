@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from support.modules import Echo, Module
 from support.threads import THREADS, Blocking, Together, run_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 NOTHING_HAPPENS = 0.1
@@ -192,15 +191,7 @@ def test_resources_of_a_hook_can_be_freed_after_waiting() -> None:
     assert sum(handle.calls for handle in handles) == sum(calls)
 
 
-@pytest.fixture
-def _ctrl_c() -> Iterator[None]:
-    """Enables KeyboardInterrupt, which background jobs of a shell ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("how", ["remove", "quiesce"])
 def test_ctrl_c_interrupts_a_wait(how: str) -> None:
     hooked: Module = fh.HookedModule(Echo())

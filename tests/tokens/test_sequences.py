@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ferrohook as fh
-from support.language_models import LAYERS, encoder_decoder_model, language_model
+from support.language_models import LAYERS, encoder_decoder_model, language_model, random_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +40,7 @@ SMALL: dict[str, Any] = {
 
 
 def llama(seed: int = 0) -> Any:
-    model = language_model("llama", WIDTH, initializer_range=0.5)
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model.requires_grad_(False)
+    return random_llama(WIDTH, seed)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from torch import Tensor
 
 import ferrohook as fh
 from support.amounts import amount
-from support.language_models import encoder_decoder_model, language_model
+from support.capture import tensors_of
+from support.language_models import encoder_decoder_model, random_llama
 from support.threads import run_together
 
 if TYPE_CHECKING:
@@ -44,11 +45,7 @@ pytestmark = [
 def model_of(seed: int, *, hooked: bool = False) -> Any:
     """A model of these weights; `hooked`: the one that plans are prepared for."""
     del hooked  # apart in the cache
-    model = language_model("llama", WIDTH)
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model.requires_grad_(False).double()
+    return random_llama(WIDTH, seed).double()
 
 
 ATS: dict[str, tuple[Any, Any]] = {
@@ -268,10 +265,6 @@ steps = st.one_of(
 )
 
 
-def flat(values: Any) -> list[Tensor]:
-    return [values] if isinstance(values, Tensor) else [each for it in values for each in flat(it)]
-
-
 def assert_same_rows(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """Asserts that rows are the same, in any order: threads come in any."""
     assert len(ours) == len(theirs)
@@ -315,13 +308,13 @@ def test_sequences_of_one_scope(at: str, program: list[Any], threads: bool, way:
     expected, rows = [], []
     for step in program:
         hand = ByHand(model, chosen)
-        expected.append(flat(step.run(hand, at in NEEDS_PROMPT)))
+        expected.append([*tensors_of(step.run(hand, at in NEEDS_PROMPT))])
         rows += hand.kept
     got: list[Any] = [None] * len(program)
 
     def run(number: int) -> None:
         with torch.no_grad():
-            got[number] = flat(program[number].run(Ours(model), at in NEEDS_PROMPT))
+            got[number] = [*tensors_of(program[number].run(Ours(model), at in NEEDS_PROMPT))]
 
     with acting(way, model, named) as (scope, acts, factor):
         if threads:

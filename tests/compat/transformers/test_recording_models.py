@@ -22,6 +22,7 @@ from ferrohook.compat.transformers import (
     capture_outputs,
     merge_with_config_defaults,
 )
+from support.capture import tensors_of
 from support.compiling import compiled
 from support.limits import LIMIT
 from support.recording import FLAGS
@@ -312,13 +313,12 @@ def test_gradient_checkpointing_equals_transformers(name: str, *, reentrant: boo
     everything = dict.fromkeys(next(combinations(model)), True)
     outputs = [each(**inputs, **everything) for each in (model, ours)]
     requiring = [
-        [tensor.requires_grad for tensor in architectures.tensors(dict(output))]
-        for output in outputs
+        [tensor.requires_grad for tensor in tensors_of(dict(output))] for output in outputs
     ]
     assert requiring[0] == requiring[1]
     for output in outputs:
         before = architectures.bits(output)
-        next(t for t in architectures.tensors(dict(output)) if t.requires_grad).sum().backward()
+        next(t for t in tensors_of(dict(output)) if t.requires_grad).sum().backward()
         # The recomputed layers recorded nothing.
         assert architectures.bits(output) == before
     gradients = 0

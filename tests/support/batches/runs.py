@@ -41,6 +41,7 @@ from support.batches.cases import (
     hooks_of,
 )
 from support.batches.oracle import Seen, gradient, outcomes
+from support.capture import tensors_of
 from support.internals import instrumented
 from support.limits import LIMIT
 from support.threads import Together, in_thread
@@ -106,9 +107,8 @@ def interrupted(at: int) -> Iterator[None]:
 class Run:
     """Runs the steps of a case on the product."""
 
-    def __init__(self, case: Case, *, fresh: bool = False) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        self.fresh = fresh
         self.model = values.Line(case)
         self.logs: dict[tuple[Any, ...], list[Any]] = {}
         self.done: set[tuple[Any, ...]] = set()
@@ -597,13 +597,13 @@ def form(rows: tuple[int, ...], kind: str, size: int) -> Any:  # noqa: PLR0911 (
 # --- Comparing ----------------------------------------------------------------------------------
 
 
-def same(ours: Any, expected: Any, *, signs: bool = False) -> bool:  # noqa: PLR0911 (a layout each)
+def same(ours: Any, expected: Any) -> bool:  # noqa: PLR0911 (a layout each)
     """True if tensors are the same bit for bit, NaN as NaN."""
     if isinstance(expected, list | tuple):
         return (
             isinstance(ours, list | tuple)
             and len(ours) == len(expected)
-            and all(same(*pair, signs=signs) for pair in zip(ours, expected, strict=True))
+            and all(same(*pair) for pair in zip(ours, expected, strict=True))
         )
     if not isinstance(ours, Tensor) or (ours.dtype, ours.shape) != (
         expected.dtype,
@@ -721,11 +721,6 @@ def mismatched_acts(case: Case, owner: Any, member: Any) -> str | None:
     return None
 
 
-def flat(value: Any) -> list[Tensor]:
-    """Tensors of a capture."""
-    return [value] if isinstance(value, Tensor) else [leaf for each in value for leaf in flat(each)]
-
-
 def mismatched_error(case: Case, owner: Any, member: Any) -> str | None:
     """Returns how the error of a member names another hook than one that may have failed."""
     error = member.error
@@ -762,7 +757,7 @@ def mismatched_memory(case: Case, owner: Any, member: Any) -> str | None:
             ours = member.acts[name]
         except fh.StaleActivationError:
             continue
-        for leaf in flat(ours):
+        for leaf in tensors_of(ours):
             held, own = leaf.untyped_storage().nbytes(), leaf.nbytes
             share = 1 if keep.cut is None else 2 if keep.cut[-1] == slice(0, 2) else 4
             if held > own * share:
@@ -877,7 +872,7 @@ class Readers:
             return  # of a capture that is in no batch yet
         for name in names:
             with contextlib.suppress(fh.StaleActivationError):
-                flat(member.acts[name])
+                list(tensors_of(member.acts[name]))
             if isinstance(member, fh.typing.Request):
                 with contextlib.suppress(fh.HookError):  # of a batch without positions
                     member.acts.positions(name)
