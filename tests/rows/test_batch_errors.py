@@ -190,18 +190,20 @@ def test_a_failing_hook_fails_its_request_alone(
         assert torch.equal(model(x), expected)
 
 
-class _Spent(Exception):
+class _SpentError(Exception):
     def __init__(self, request: Any, *, detail: str) -> None:
         super().__init__(f"spent: {detail}")
         self.request = request
 
 
-class _Missing(Exception):
+class _MissingError(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(f"no {name}")
 
 
-@pytest.mark.parametrize("kind", [lambda it: _Spent(it, detail="all"), lambda _: _Missing("head")])
+@pytest.mark.parametrize(
+    "kind", [lambda it: _SpentError(it, detail="all"), lambda _: _MissingError("head")]
+)
 def test_a_failure_is_the_exception_of_the_hook_and_keeps_no_request(
     prepared: fh.typing.Prepared, kind: Any
 ) -> None:

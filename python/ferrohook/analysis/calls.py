@@ -84,7 +84,7 @@ class ModelCall(NamedTuple):
         return ModelCall(args, kwargs, rows)
 
     def recordable(self) -> ModelCall:
-        """Returns the call with tensors that autograd can save; for a block without inference mode."""
+        """Returns the call with tensors that autograd can save, outside of inference mode."""
 
         def own(tensor: Tensor) -> Tensor:
             return tensor.clone() if tensor.is_inference() else tensor
