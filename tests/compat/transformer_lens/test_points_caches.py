@@ -51,10 +51,15 @@ def test_names_filters(model: Model, x: torch.Tensor, names: Any) -> None:
     assert len(model.run_with_cache(x, names_filter=[], pos_slice=1)[1]) == 0
 
 
-def test_values_are_cached_after_the_hooks(model: Model, x: torch.Tensor) -> None:
+@pytest.mark.parametrize("options", [{}, {"pos_slice": (0, POS)}, {"reset_hooks_end": False}])
+def test_values_are_cached_after_the_hooks(
+    model: Model, x: torch.Tensor, options: dict[str, Any]
+) -> None:
+    fh.register(model, MID, lambda module, args, output: output * 2, priority=-1)
     with model.hooks([(MID, adding(1))]):
-        _, cache = model.run_with_cache(x, names_filter=MID)
-    assert torch.equal(cache[MID], model.blocks[0].linear(x) + 1)
+        _, cache = model.run_with_cache(x, names_filter=MID, **options)
+    model.reset_hooks()
+    assert torch.equal(cache[MID], (model.blocks[0].linear(x) + 1) * 2)
 
 
 def test_gradients_are_cached(model: Model, x: torch.Tensor) -> None:
@@ -69,6 +74,22 @@ def test_gradients_are_cached(model: Model, x: torch.Tensor) -> None:
     _, cache = model.run_with_cache(x.detach(), incl_bwd=True)
     assert "hook_embed_grad" not in cache
     assert f"{MID}_grad" in cache
+
+
+@pytest.mark.parametrize("options", [{}, {"pos_slice": (0, POS)}])
+def test_a_later_backward_does_not_change_cached_gradients(
+    x: torch.Tensor, options: dict[str, Any]
+) -> None:
+    class TwoLosses(Model):
+        def forward(self, x: torch.Tensor, **_options: Any) -> torch.Tensor:
+            y = self.hook_embed(x)
+            self.other = (y * 3).sum()
+            return y.sum()
+
+    model = TwoLosses()
+    _, cache = model.run_with_cache(x.requires_grad_(), incl_bwd=True, **options)
+    model.other.backward()
+    assert torch.equal(cache["hook_embed_grad"], torch.ones_like(x))
 
 
 def test_a_point_that_runs_twice_has_the_gradient_of_the_last_call() -> None:
@@ -242,6 +263,13 @@ def test_a_cache_is_a_mutable_mapping(model: Model, x: torch.Tensor, tmp_path: A
     assert torch.equal(cache.to("cpu")["hook_embed"], x)
     cache.save(tmp_path / "acts.safetensors")
     assert list(fh.ActivationCache.load(tmp_path / "acts.safetensors")) == list(cache)
+    loaded = PointCache.load(tmp_path / "acts.safetensors")
+    assert torch.equal(loaded["hook_embed"], x)
+    copied = copy.copy(cache)
+    copied["mine"] = None
+    del copied["hook_embed"]
+    assert cache["mine"] is x
+    assert "hook_embed" in cache
     assert cache.stack("blocks.*.hook_mid").shape == (1, *x.shape)
     cache.clear()
     assert not cache

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from ferrohook._core import frames
 from ferrohook.compat.transformer_lens import HookedRootModule, HookPoint
 from support.internals import in_no_scope
 from support.points import MID, NAMES, Model, adding, noting, observe, zero
@@ -167,6 +168,20 @@ def test_hooks_without_reset_stay_in_their_context(model: Model, x: torch.Tensor
     model.reset_hooks()
     assert model.list_hooks() == {}
     assert torch.equal(model(x), clean)
+    assert in_no_scope()
+
+
+def test_hooks_without_reset_end_with_their_model(x: torch.Tensor) -> None:
+    references = []
+    for _ in range(3):
+        model, hook = Model(), adding(1)
+        model.run_with_hooks(x, fwd_hooks=[(MID, hook)], reset_hooks_end=False)
+        references.append(weakref.ref(hook))
+        del model, hook
+        gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    assert len(frames.get()) == 1  # each call takes out empty frames of other models
+    Model().reset_hooks()
     assert in_no_scope()
 
 

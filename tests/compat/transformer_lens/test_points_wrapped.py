@@ -93,6 +93,20 @@ def test_wrap_adds_points_to_modules(x: torch.Tensor) -> None:
     assert torch.equal(plain(x)["logits"], expected["logits"])
 
 
+@pytest.mark.parametrize("kind", ["hook_in", "hook_out"])
+def test_a_hook_replaces_the_first_of_several_places_of_a_tensor(
+    x: torch.Tensor, kind: str
+) -> None:
+    class Pair(nn.Module):
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> Any:
+            return one, other
+
+    model = HookedRootModule.wrap(Pair(), points={"": kind})
+    one, other = model.run_with_hooks(x, x, fwd_hooks=[(kind, zero)])
+    assert not one.any()
+    assert other is x
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_wrapped_model_compiles_with_its_hook_points(x: torch.Tensor) -> None:
     plain = Plain().eval()

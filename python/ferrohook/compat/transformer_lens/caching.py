@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from ferrohook._core import Collector, record_all
 from ferrohook.attach.priorities import BEHIND_ALL
+from ferrohook.captures import tensor_files
 from ferrohook.captures.cache import ActivationCache
 from ferrohook.captures.versions import check_unchanged, versions_of
 from ferrohook.errors import StaleActivationError
 from ferrohook.util.tensors import as_leaf, map_tensors, share_memory
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
     import torch
@@ -112,6 +114,20 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         del self._activations[name]
 
+    def __copy__(self) -> Self:
+        entries = dict(self._activations.entries)
+        return type(self)(lambda: entries)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file that `save` wrote, onto the CPU.
+
+        Needs the package safetensors.
+        """
+        cache = cls()
+        cache.update(tensor_files.load(path)["activations"])
+        return cache
+
     def clear(self) -> None:
         """Removes all activations."""
         self._activations.entries.clear()
@@ -163,11 +179,23 @@ class CacheOptions(NamedTuple):
 
 
 class SavingHook:
-    """A hook that stores its tensor in a cache."""
+    """A hook that stores its tensor in a cache.
+
+    Attributes:
+        priority: its priority in `hooks`.
+        open: False ends it, for the graphs that it is in.
+    """
 
     def __init__(
-        self, cache: MutableMapping[str, Any], key: str, point: HookPoint, options: CacheOptions
+        self,
+        cache: MutableMapping[str, Any],
+        key: str,
+        point: HookPoint,
+        options: CacheOptions,
+        priority: int,
     ) -> None:
+        self.priority = priority
+        self.open = True
         self._cache = cache
         self._key = key
         self._point = point
@@ -175,7 +203,7 @@ class SavingHook:
 
     def __call__(self, tensor: Any, hook: Any) -> None:
         """Stores the tensor, or the tensors of a structure; None means no gradient."""
-        if tensor is None:
+        if tensor is None or not self.open:
             return
         name, pos_dim = hook.name or self._key, self._point.pos_dim
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from ferrohook._core import Frame, Recorder, frames
 from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.never_fired import explain
+from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.attach.wrapper import own_names
 from ferrohook.compat.transformer_lens.caching import (
     CacheOptions,
@@ -73,8 +76,15 @@ class _HooksContext:
 class _PersistentHooks:
     """Tag of the frame of `hooks(reset_hooks_end=False)`, active until its hooks are removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.handles: list[LensHandle] = []
+        # The context keeps the frame, so the hooks must end with the model.
+        self._model = weakref.ref(model, functools.partial(_remove_all, self.handles))
+
+
+def _remove_all(handles: list[LensHandle], _model: object) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _leave_empty_frames() -> None:
@@ -300,7 +310,7 @@ class HookedRootModule(nn.Module):
             fwd_hooks: pairs of a name, or a predicate of names, and a forward hook.
             bwd_hooks: likewise for backward hooks.
             reset_hooks_end: remove them at the end; False leaves them in this context until
-                `reset_hooks` is called in it.
+                `reset_hooks` is called in it, or the model is freed.
             clear_contexts: with `reset_hooks_end`, empty the `ctx` of all hook points at the end.
 
         Raises:
@@ -312,8 +322,9 @@ class HookedRootModule(nn.Module):
             ...     model(ids)
         """
         with Scope(_HooksContext(self), for_graphs=bool(bwd_hooks)) as level:
-            persistent = None if reset_hooks_end else Frame(_PersistentHooks())
+            persistent = None if reset_hooks_end else Frame(_PersistentHooks(self))
             if persistent is not None:
+                _leave_empty_frames()  # of models that are gone
                 persistent._enter_outermost()
             try:
                 handles = self._add_all(fwd_hooks, bwd_hooks, persistent or level)
@@ -322,7 +333,7 @@ class HookedRootModule(nn.Module):
                     persistent._take_out()
                 raise
             if persistent is not None:
-                persistent._tag.handles = handles
+                persistent._tag.handles += handles
             try:
                 yield self
             finally:
@@ -348,7 +359,10 @@ class HookedRootModule(nn.Module):
                     found = self._points(name).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
             for point, handle in rows:
-                handle.hook = registry_of(point).register(kind.phase, handle, scope=scope)
+                hook = handle.user_hook
+                priority = hook.priority if isinstance(hook, SavingHook) else 0
+                register = registry_of(point).register
+                handle.hook = register(kind.phase, handle, priority=priority, scope=scope)
                 handles.append(handle)
         return handles
 
@@ -436,13 +450,19 @@ class HookedRootModule(nn.Module):
         # One collector, unless the tensors of each point are converted or sliced in another way.
         converted = any(point._hook_conversion for point in points.values())
         native = reset_hooks_end and not options.sliced and not converted
-        cache, fwd, bwd = self._saving_hooks({} if native else points, options, None, incl_bwd)
+        saved = {} if native else points
+        cache, fwd, bwd = self._saving_hooks(saved, options, None, incl_bwd, BEHIND_ALL)
         with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
             if native:
                 cache = recorded_cache(points, options, frames.get()[-1], grads=incl_bwd)
             output = self(*model_args, **model_kwargs)
             if incl_bwd:
                 output.backward()
+                if native:
+                    len(cache)  # reads the gradients before a later backward changes them
+        if reset_hooks_end:
+            for _, hook in bwd:
+                cast("SavingHook", hook).open = False
         by_name = names_filter is not None and not callable(names_filter)
         silent = [name for name in points if name not in cache] if by_name else []
         if silent:
@@ -492,6 +512,7 @@ class HookedRootModule(nn.Module):
         options: CacheOptions,
         cache: Any,
         incl_bwd: bool,
+        priority: int = 0,
     ) -> tuple[Any, list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
         if cache is None:
             cache = PointCache()
@@ -499,7 +520,7 @@ class HookedRootModule(nn.Module):
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
             return [
-                (name, SavingHook(cache, name + suffix, point, options))
+                (name, SavingHook(cache, name + suffix, point, options, priority))
                 for name, point in points.items()
             ]
 

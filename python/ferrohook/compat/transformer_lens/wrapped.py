@@ -42,8 +42,10 @@ class _PointHook:
         if new is first:
             return None
 
+        pending = [new]  # another place may have the same tensor, such as in attn(x, x, x)
+
         def convert(tensor: Tensor) -> Any:
-            return new if tensor is first else tensor
+            return pending.pop() if pending else tensor
 
         return map_tensors(convert, value)
 
