@@ -265,6 +265,9 @@ def test_copies_from_a_gpu_are_complete_when_read() -> None:
     [
         lambda lm: lm(input_ids=IDS, attention_mask=MASK),
         lambda lm: lm(IDS, attention_mask=MASK),
+        lambda lm: lm(IDS, MASK, inputs_embeds=None),
+        # With a KV cache: the mask covers cached tokens too.
+        lambda lm: lm(IDS, torch.cat([torch.ones_like(MASK), MASK], 1)),
         lambda lm: lm(IDS, MASK),
         lambda lm: lm({"input_ids": IDS, "attention_mask": MASK}),
     ],
@@ -277,6 +280,11 @@ def test_positional_and_keyword_inputs_are_detected(call: Callable[[Lm], Any]) -
     assert torch.equal(detector.tensor_metadata["attention_mask"], REGULAR)
     lm(inputs_embeds=X)
     assert not detector.tensor_metadata  # data of the previous call is gone
+    lm(IDS, inputs_embeds=None)  # the dict of keywords is not the mask
+    assert torch.equal(detector.tensor_metadata["attention_mask"], REGULAR | (IDS == 0))
+    for shape in ((2, 3), (2, 1, 5, 5)):
+        with pytest.raises(fi.HookError, match=r"mask has the shape .*, input_ids \(2, 5\)"):
+            lm(IDS, torch.ones(shape))
 
 
 def test_special_tokens_come_from_the_context() -> None:

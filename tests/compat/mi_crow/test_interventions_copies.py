@@ -54,6 +54,12 @@ def test_layers_are_pickled_with_their_picklable_hooks() -> None:
     layers.register_hook("head", fi.FunctionController("head", lambda x: x * 5, hook_id="left out"))
     layers.register_hook("head", fi.FunctionController("head", double, hook_id="mine"), priority=3)
     layers.register_hook("layers.0", Importable("name"))
+    layers.register_hook("layers.1", Importable("cleared"))
+    fh.clear(model.layers[1])
+    with fh.scope() as scope:
+        layers.register_hook("head", Importable("scoped"), scope=scope)
+        in_scope = pickle.loads(pickle.dumps(layers))
+    assert [hook.id for hook in in_scope.get_hooks()] == ["mine", "name"]
     again = pickle.loads(pickle.dumps(layers))
     assert [hook.id for hook in again.get_hooks()] == ["mine", "name"]
     head = find_registry(again.model.head)
@@ -94,8 +100,9 @@ def test_a_copied_hook_is_not_registered() -> None:
     store = fh.data.MemoryStore()
     hook = fi.LayerActivationDetector("head", store=store)
     hook.set_context("context")
-    fi.Layers(Model()).register_hook("head", hook)
+    (layers := fi.Layers(Model())).register_hook("head", hook)
     for copied in (copy.deepcopy(hook), copy.copy(hook)):
+        assert not layers.unregister_hook(copied)
         assert copied.layer is None
         assert copied.id == hook.id
         copied.disable()

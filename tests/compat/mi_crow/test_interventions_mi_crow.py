@@ -197,6 +197,35 @@ def test_layer_detectors_equal_mi_crows(mi_crow: Any, crow_layers: Any) -> None:
         assert our.metadata == {} == their.metadata
 
 
+@pytest.mark.parametrize("copy", ["clone", "checked"])
+@pytest.mark.parametrize(
+    "name", ["LayerActivationDetector", "ModelInputDetector", "ModelOutputDetector"]
+)
+def test_what_a_subclass_collects_stays_as_in_mi_crow(mi_crow: Any, name: str, copy: str) -> None:
+    found = []
+    for package in (mi_crow, fi):
+        base: Any = getattr(package, name)
+
+        class Counting(base):  # type: ignore[misc]
+            def process_activations(self, module: Any, input: Any, output: Any) -> None:
+                super().process_activations(module, input, output)
+                self.metadata["calls"] = self.metadata.get("calls", 0) + 1
+                former = self.tensor_metadata.get("sum", torch.zeros(0))
+                self.tensor_metadata["sum"] = torch.cat([former, torch.ones(1)])
+
+        by_layer = name.startswith("Layer")
+        options: dict[str, Any] = {"copy": copy} if by_layer and package is fi else {}
+        detector = Counting(*[""] * by_layer, **options)
+        for number in range(3):
+            detector.process_activations(Lm(), (IDS + number,), X + number)
+        collected = [sorted((detector.metadata | detector.tensor_metadata).items())]
+        detector.clear_captured()
+        collected.append(sorted(detector.metadata.items()))
+        found.append(repr(collected))
+    assert found[0] == found[1]
+    assert found[0].endswith("[('calls', 3)]]")
+
+
 def test_input_detectors_equal_mi_crows(mi_crow: Any) -> None:
     encodings = {"input_ids": IDS, "attention_mask": MASK}
     options: Any = {"save_attention_mask": True, "special_token_ids": [101, 102]}

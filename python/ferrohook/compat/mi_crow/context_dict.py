@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 from weakref import ref
@@ -58,6 +58,8 @@ class Contents:
             self._variable = ContextVar("collected", default=None)
         self._contents: dict[ref[_ContentKey], Content | Activations] = {}
         self._forget = self._contents.pop
+        # True once a content may have more than what the detector's class collects.
+        self.extended = False
 
     def __del__(self) -> None:
         self._contents.clear()
@@ -81,6 +83,21 @@ class Contents:
         # The weak reference frees the content with the last context that has the key.
         self._contents[ref(content_key, self._forget)] = content
         self._variable.set(content_key)
+
+    def collect(
+        self,
+        own: Collection[str],
+        tensors: Mapping[str, Tensor],
+        versions: Mapping[str, int] = EMPTY.versions,
+    ) -> None:
+        """Replaces the tensors of these names, and their shapes; all else stays."""
+        shapes = {f"{name}_shape": tuple(tensor.shape) for name, tensor in tensors.items()}
+        former = self.read() if self.extended else EMPTY
+        replaced = {*own, *(f"{name}_shape" for name in own)}
+        kept = [
+            {name: value for name, value in each.items() if name not in replaced} for each in former
+        ]
+        self.replace(Content(kept[0] | shapes, {**kept[1], **tensors}, {**kept[2], **versions}))
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Contents belong to a context and are not copied or pickled.
@@ -114,6 +131,7 @@ class ContextDict(_MappingDict[V]):
 
     def replace(self, items: Mapping[str, V]) -> None:
         """Replaces the items in this context; the caller must not change them later."""
+        self._contents.extended |= bool(items)
         self._contents.replace(self._contents.read()._replace(metadata=items))
         dict.clear(self)
         dict.update(self, items)
@@ -183,6 +201,7 @@ class TensorDict(ContextDict[Tensor]):
             for name, version in content.versions.items()
             if name in items and items[name] is same[name]
         }
+        self._contents.extended |= bool(items)
         self._contents.replace(Content(content.metadata, items, versions))
 
     def __getitem__(self, key: str) -> Tensor:

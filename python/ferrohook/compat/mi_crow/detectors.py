@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from ferrohook.compat.mi_crow.context_dict import (
     EMPTY,
-    Content,
+    Activations,
     Contents,
     ContextDict,
     TensorDict,
@@ -54,6 +54,8 @@ class Detector(Hook, Collectable):
     _hook_fn: ClassVar[Any] = None  # its `_run_before` and `_run_after` do without
     # After controllers, also of negative priority; before captures.
     _priority = -(2**31)
+    # Names of the tensors that the class itself collects.
+    _collected: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -97,8 +99,15 @@ class Detector(Hook, Collectable):
         """
 
     def clear_captured(self) -> None:
-        """Removes everything collected in this context."""
-        self._contents.replace(EMPTY)
+        """Removes what was collected in this context.
+
+        `LayerActivationDetector` and the model detectors remove only their own tensors and shapes,
+        and leave what a subclass of theirs collected.
+        """
+        if self._collected:
+            self._contents.collect(self._collected, {})
+        else:
+            self._contents.replace(EMPTY)
 
     def save(self, run: str, batch: int) -> None:
         """Puts the tensors of this context into the store.
@@ -121,13 +130,11 @@ class Detector(Hook, Collectable):
         self.store.put(run, batch, layer, dict(self.tensor_metadata))
 
     def _collect(self, **values: Any) -> None:
-        """Replaces the contents by copies and shapes of the values that are tensors."""
-        tensors, shapes = {}, {}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[name] = self._copy(value)
-                shapes[f"{name}_shape"] = tuple(value.shape)
-        self._contents.replace(Content(shapes, tensors, {}))
+        """Replaces the collected tensors by copies of the values that are tensors."""
+        tensors = {
+            name: self._copy(value) for name, value in values.items() if isinstance(value, Tensor)
+        }
+        self._contents.collect(self._collected, tensors)
 
     def _copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # Copies on the CPU too: later operations may write in place.
@@ -179,6 +186,8 @@ class LayerActivationDetector(Detector):
         ValueError: an unknown `copy`.
     """
 
+    _collected: ClassVar = ("activations",)
+
     def __init__(
         self,
         layer_signature: str | int,
@@ -204,11 +213,18 @@ class LayerActivationDetector(Detector):
         else:
             tensor = first_tensor(input[0], in_dicts=True) if input else None
         if tensor is None:
-            self._contents.replace(EMPTY)
-        elif self._copies == "clone" or is_compiling():  # compiled regions reuse buffers
-            self._contents.replace((self._copy(tensor, self.target_dtype), None))
+            self.clear_captured()
+            return
+        if self._copies == "clone" or is_compiling():  # compiled regions reuse buffers
+            activations: Activations = self._copy(tensor, self.target_dtype), None
         else:
-            self._contents.replace(self._reference(tensor))
+            activations = self._reference(tensor)
+        if self._contents.extended:
+            kept, version = activations
+            versions = {} if version is None else {"activations": version}
+            self._contents.collect(self._collected, {"activations": kept}, versions)
+        else:
+            self._contents.replace(activations)
 
     def _reference(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Returns the detached tensor, and its version if it is to be checked."""
@@ -237,7 +253,7 @@ class ModelInputDetector(Detector):
         hook_id: see `Hook`.
         save_input_ids: collect the ids.
         save_attention_mask: collect a mask that is True for each token that is attended to and not
-            special.
+            special. A call with a KV cache has the mask of its own tokens.
         special_token_ids: ids of special tokens; None for the `special_token_ids` of `context`, if
             it has any.
         store: see `Detector`.
@@ -248,6 +264,7 @@ class ModelInputDetector(Detector):
 
     _types: ClassVar = (HookType.PRE_FORWARD,)
     _default_layer: ClassVar = ""
+    _collected: ClassVar = ("input_ids", "attention_mask")
 
     def __init__(  # noqa: PLR0913, PLR0917 (mi_crow's, and the store)
         self,
@@ -265,8 +282,10 @@ class ModelInputDetector(Detector):
 
     def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
         named: dict[str, Any] = {}
-        if any(not isinstance(each, Mapping) for each in input):
-            named |= zip(inspect.signature(module.forward).parameters, input, strict=False)
+        # The last element may be the dict of keyword arguments.
+        positional = input[:-1] if input and isinstance(input[-1], Mapping) else input
+        if positional:
+            named |= zip(inspect.signature(module.forward).parameters, positional, strict=False)
         for each in input:
             if isinstance(each, Mapping):
                 named |= each
@@ -286,6 +305,7 @@ class ModelInputDetector(Detector):
 
         Raises:
             HookTypeError: `encodings` is no mapping.
+            ValueError: the mask has another shape than the ids.
         """
         expect(encodings, Mapping, "encodings must be a mapping with 'input_ids'")
         self._collect_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
@@ -307,7 +327,19 @@ class ModelInputDetector(Detector):
             ids, torch.tensor([*(special or ())], dtype=ids.dtype, device=ids.device)
         )
         regular.logical_not_()
-        return regular if mask is None else regular & mask.bool()
+        if mask is None:
+            return regular
+        if mask.ndim == ids.ndim > 0:
+            # With a KV cache it covers the cached tokens too, which come first.
+            mask = mask[..., mask.shape[-1] - ids.shape[-1] :]
+        if mask.shape not in (ids.shape, (1, *ids.shape[1:])):
+            msg = (
+                f"attention_mask has the shape {tuple(mask.shape)}, input_ids "
+                f"{tuple(ids.shape)}: pass a mask of the shape of the ids, or set "
+                "save_attention_mask=False"
+            )
+            raise ValueError(msg)
+        return regular & mask.bool()
 
     def get_captured_input_ids(self) -> Tensor | None:
         """Returns the ids of the last call in this context, or None."""
@@ -337,6 +369,7 @@ class ModelOutputDetector(Detector):
 
     _types: ClassVar = (HookType.FORWARD,)
     _default_layer: ClassVar = ""
+    _collected: ClassVar = ("output_logits", "output_hidden_state")
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class _Registered(NamedTuple):
     module: nn.Module
     group: HandleGroup
     options: dict[str, Any]
+    scope: Scope | None
 
 
 class Layers:
@@ -43,7 +44,7 @@ class Layers:
     model itself is `""`. Each method looks the names up again, so layers may be added and replaced.
 
     Modules are instrumented while a hook is registered on them. Hooks outlive the `Layers`. A copy
-    has a copy of the model; a pickle includes the hooks that can be pickled.
+    has a copy of the model; a pickle includes the hooks that can be pickled, except scoped ones.
 
     Args:
         model: any module.
@@ -135,7 +136,7 @@ class Layers:
                 (hook._handle,) = group
                 hook.layer_signature, hook._hook_type = layer_signature, kind
                 hook._layer, hook._layers = path, self
-                self._hooks[hook.id] = _Registered(hook, module, group, options)
+                self._hooks[hook.id] = _Registered(hook, module, group, options, scope)
             except BaseException:
                 group.remove()
                 raise
@@ -152,6 +153,8 @@ class Layers:
             if registered is None:
                 return False
             hook = registered.hook
+            if isinstance(hook_or_id, Hook) and hook_or_id is not hook:
+                return False  # a copy, which has the same id
             hook._enabled = hook.enabled
             # First: if Ctrl-C interrupts the rest, the next call completes it.
             registered.group.remove()
@@ -282,7 +285,7 @@ class Layers:
         hooks = [
             (each.hook.layer, each.hook, each.options)
             for each in list(self._hooks.values())
-            if _can_be_pickled(each.hook)
+            if each.hook._registered and each.scope is None and _can_be_pickled(each.hook)
         ]
         return _restored, (type(self), self.model, hooks)
 
