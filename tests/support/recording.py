@@ -88,6 +88,16 @@ class Checkpointed(Model):
         return {"last_hidden_state": self.norm(x)}
 
 
+class Looped(Model):
+    """Runs its layers twice."""
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return {"last_hidden_state": self.norm(x)}
+
+
 class Outer(nn.Module):
     _can_record_outputs: Any = {"hidden_states": nn.Linear}
 

@@ -270,6 +270,11 @@ def test_a_model_of_transformers_is_built_with_replacements() -> None:
         model = LlamaModel(config)
     assert type(model.layers[0].mlp) is Doubled
     assert type(LlamaModel(config).layers[0].mlp) is original
+    # transformers' own forwards record what the class declares.
+    register_patch_mapping({"^LlamaDecoderLayer$": Doubled})
+    with pytest.raises(fh.HookError, match=r"use transformers.monkey_patching.patch_output_rec"):
+        patch_output_recorders(model)
+    assert "_can_record_outputs" not in vars(model)
     assert modeling_llama.LlamaMLP is original
 
 

@@ -26,6 +26,7 @@ from support.recording import (
     Checkpointed,
     Helped,
     Layer,
+    Looped,
     Model,
     Outer,
     X,
@@ -210,8 +211,9 @@ def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
 
 
 @compiled
-def test_selected_states_may_differ_between_calls_of_one_compiled_model() -> None:
-    model = Model()
+@pytest.mark.parametrize("kind", [Model, Looped])
+def test_selected_states_may_differ_between_calls_of_one_compiled_model(kind: type[Model]) -> None:
+    model = kind()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for asked in (1, 2, [0, -1], [1, -1], [-2, -1], (1,), (3,)):
         given, wanted = (
@@ -284,6 +286,6 @@ def test_recorder_options_apply_compiled() -> None:
 
     compiled = torch.compile(Declares(), fullgraph=True, backend="eager")
     x = X.clone().requires_grad_()
-    *states, _ = compiled(x, output_hidden_states=True)["hidden_states"]
-    assert [state.dtype for state in states] == [torch.float16] * 3
+    states = compiled(x, output_hidden_states=True)["hidden_states"]
+    assert [state.dtype for state in states] == [torch.float16] * 4
     assert not any(state.requires_grad for state in states)

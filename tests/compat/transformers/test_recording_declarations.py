@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ferrohook.compat.transformers import OutputRecorder, capture_outputs
-from support.recording import Attention, Layer, Model, Output, X, expected, same
+from support.recording import Attention, Layer, Looped, Model, Output, X, expected, same
 
 # --- A custom model -------------------------------------------------------------------------------
 
@@ -277,6 +277,7 @@ def test_a_state_of_none_is_left_out_and_the_initial_state_is_optional() -> None
         ([0, -1], {0, 3}),
         (range(1, 3), {1, 2}),
         (2, {2}),
+        (torch.tensor(2), {2}),
         ([-2], {2}),
         ([7, 1], {1}),
         (True, {0, 1, 2, 3}),
@@ -311,11 +312,13 @@ def test_negative_indices_use_the_layer_count_of_the_config() -> None:
     assert kept == [False, False, True, False]
 
 
-def test_negative_indices_without_a_layer_count_in_the_config() -> None:
-    model = Model()
+@pytest.mark.parametrize(("model", "count"), [(Model(), 4), (Looped(), 7)])
+def test_negative_indices_without_a_layer_count_in_the_config(model: Model, count: int) -> None:
     model.config = type("Config", (), {"num_hidden_layers": None})()
-    kept = [s is not None for s in model(X, output_hidden_states=[-1])["hidden_states"]]
-    assert kept == [False, False, False, True]
+    states = model(X, output_hidden_states=[-1, 1, -8])["hidden_states"]
+    assert [state is not None for state in states] == [
+        place in {1, count - 1} for place in range(count)
+    ]
 
 
 def test_unselected_states_are_freed() -> None:
@@ -357,5 +360,6 @@ def test_each_recorder_sets_detach_dtype_and_device() -> None:
     *states, last = output["hidden_states"]
     assert [state.dtype for state in states] == [torch.float16] * 3
     assert not any(state.requires_grad for state in states)
-    assert last is output["last_hidden_state"]
+    assert same([last], [output["last_hidden_state"].half()])
+    assert not last.requires_grad
     assert [each.device.type for each in output["attentions"]] == ["meta"] * 3

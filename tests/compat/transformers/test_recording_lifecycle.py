@@ -12,6 +12,7 @@ import textwrap
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
 from ferrohook.compat.transformers import capture_outputs, uninstall
+from ferrohook.compat.transformers.layers import installation_of
 from support.internals import in_no_scope, instrumented
 from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 from support.limits import LIMIT
@@ -214,10 +216,35 @@ def test_a_context_that_outlives_its_call_records_nothing_more() -> None:
     assert result() is None
 
 
-def test_a_changed_declaration_takes_effect() -> None:
+class Recorder(SimpleNamespace):
+    """A recorder that can change in place, like transformers' own."""
+
+    target_class: type[nn.Module]
+
+
+@pytest.mark.parametrize(
+    ("declared", "change"),
+    [
+        (Layer, lambda model: setattr(model, "_can_record_outputs", {"hidden_states": Attention})),
+        (Layer, lambda model: model._can_record_outputs.update(hidden_states="Attention")),
+        ([Layer], lambda model: model._can_record_outputs["hidden_states"].insert(0, Attention)),
+        (
+            Recorder(target_class=Layer),
+            lambda model: setattr(
+                model._can_record_outputs["hidden_states"], "target_class", Attention
+            ),
+        ),
+    ],
+    ids=["a new one", "another class", "a list in place", "a recorder in place"],
+)
+def test_a_changed_declaration_takes_effect(declared: Any, change: Any) -> None:
     model = Model()
+    model._can_record_outputs = {"hidden_states": declared}
     model(X, output_hidden_states=True)
-    model._can_record_outputs = {"hidden_states": Attention}
+    installed = installation_of(model)
+    model(X, output_hidden_states=True)
+    assert installation_of(model) is installed
+    change(model)
     first = model.layers[0].attention(X)[0]
     states = model(X, output_hidden_states=True)["hidden_states"]
     assert torch.equal(states[1], first)
@@ -335,9 +362,23 @@ def test_interpreter_exit_is_silent() -> None:
     assert_ends_well(run_with_torch(code))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_are_recorded_once(*, reentrant: bool) -> None:
-    model = Checkpointed()
+class Forces(Checkpointed):
+    """Takes gradients in its forward."""
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        output = super().forward.__wrapped__(self, x)  # type: ignore[attr-defined]
+        total = output["last_hidden_state"].sum()
+        return output | {"force": torch.autograd.grad(total, x, retain_graph=True)[0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reentrant"), [(Checkpointed, True), (Checkpointed, False), (Forces, False)]
+)
+def test_checkpointed_layers_are_recorded_once(
+    kind: type[Checkpointed], *, reentrant: bool
+) -> None:
+    model = kind()
     model.reentrant = reentrant
     states, attentions = expected(model)
     calls: list[int] = []
@@ -345,7 +386,7 @@ def test_checkpointed_layers_are_recorded_once(*, reentrant: bool) -> None:
     x = X.clone().requires_grad_()
     output = model(x, output_hidden_states=True, output_attentions=True)
     output["last_hidden_state"].sum().backward()
-    assert len(calls) == 2
+    assert len(calls) == 2 + ("force" in output)
     assert same(output["hidden_states"], states)
     assert same(output["attentions"], attentions)
 

@@ -564,16 +564,17 @@ def test_defaults_are_merged_as_in_transformers() -> None:
     caches += [((given,), {}) for given in (None, True, False)]
     caches += [((), {"use_cache": given}) for given in (None, True, False)]
     raised = 0
-    for config, kwargs, (args, cache), checkpointing in itertools.product(
-        configs, keywords, caches, [False, True]
+    for config, kwargs, (args, cache), checkpointing, grads in itertools.product(
+        configs, keywords, caches, [False, True], [False, True]
     ):
-        theirs, ours = (
-            merged_by(each, config, args, kwargs | cache, checkpointing=checkpointing)
-            for each in (
-                transformers.utils.generic.merge_with_config_defaults,
-                merge_with_config_defaults,
+        with torch.set_grad_enabled(grads):
+            theirs, ours = (
+                merged_by(each, config, args, kwargs | cache, checkpointing=checkpointing)
+                for each in (
+                    transformers.utils.generic.merge_with_config_defaults,
+                    merge_with_config_defaults,
+                )
             )
-        )
         assert ours == theirs, (config, args, kwargs | cache, checkpointing)
         raised += theirs[0] is ValueError
     assert raised

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ferrohook.compat.transformers import capture_outputs
-from support.recording import Layer, Model, Outer, X, expected, same
+from support.recording import Attention, Layer, Model, Outer, X, expected, same
 
 
 def test_a_sub_model_with_a_decorated_forward_records_its_own_outputs() -> None:
@@ -32,6 +32,30 @@ def test_a_sub_model_without_flags_records_nothing_for_its_parent() -> None:
     output = Asks()(X, output_hidden_states=True)
     assert "hidden_states" not in output["inner"]
     assert len(output["hidden_states"]) == 2
+
+
+def test_records_of_the_forward_itself_are_kept_if_the_outer_call_has_none() -> None:
+    class Twice(Model):
+        @capture_outputs
+        def forward(self, x: torch.Tensor, **flags: Any) -> Any:
+            return super().forward(x * 2, **flags)
+
+    class Head(nn.Module):
+        _can_record_outputs = {"hidden_states": Layer, "attentions": Attention}
+
+        def __init__(self, base: Model) -> None:
+            super().__init__()
+            self.base = base
+
+        @capture_outputs
+        def forward(self, x: torch.Tensor, **flags: Any) -> Any:
+            return self.base(x, **flags) | {"attentions": None}
+
+    twice = Twice()
+    for model in (twice, Head(twice)):
+        output = model(X, output_hidden_states=True, output_attentions=True)
+        assert same(output["hidden_states"], expected(twice, X * 2)[0])
+    assert output["attentions"] == ()
 
 
 def test_a_sub_model_records_by_its_own_declaration() -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ferrohook.compat.transformers.declarations import HIDDEN
 from ferrohook.errors import SelectionError, UnattributedWarning
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.tensors import share_memory, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -34,9 +35,13 @@ class Call:
     ) -> None:
         # In a trace the number of the installation, which its successors share.
         self.installation = installation
+        # Indices, some negative, where the config has no number of layers: resolved at the end.
+        self._unresolved = selected if selected and min(selected) < 0 else None
         # Indices of the hidden states that are stored; None for all.
-        self._selected = selected
+        self._selected = None if self._unresolved else selected
         self._recorded = recorded
+        # Prepares hidden states for storage; None before the first, or to store them as they are.
+        self._convert: Callable[[Any], Any] | None = None
 
     def record(
         self, keys: Sequence[LayerKey], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -53,11 +58,27 @@ class Call:
                 self._append(values, key, value)
 
     def _append(self, values: list[Any], key: LayerKey, value: Any) -> None:
-        selected = None if key.initial is None else self._selected
+        selected = None
+        if key.initial is not None:
+            selected, self._convert = self._selected, key.convert
         if selected is not None and len(values) not in selected:
             values.append(None)
         else:
             values.append(value if key.convert is None else key.convert(value))
+
+    def finish(self, ties: Sequence[Any]) -> None:
+        """Replaces the last state by the first of `ties`, if any; drops unselected states."""
+        values = self._recorded[HIDDEN]
+        if ties and values and values[-1] is not None:
+            values[-1] = ties[0] if self._convert is None else self._convert(ties[0])
+        if self._unresolved is not None:
+            kept = resolve_indices(self._unresolved, len(values))
+            values[:] = [each if place in kept else None for place, each in enumerate(values)]
+
+
+def resolve_indices(indices: Sequence[int], count: int) -> list[int]:
+    """Counts negative indices from the end, and drops those that are out of range."""
+    return [index % count for index in indices if -count <= index < count]
 
 
 def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,11 +122,14 @@ class EagerCall(Call):
         self._known: list[Any] = [arguments]
         # Layers that run at once make one initial state.
         self._lock = threading.RLock()
+        self._backward = torch._C._current_graph_task_id()
 
     def record(
         self, keys: Sequence[LayerKey], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Records a layer's output, until the call has ended."""
+        if torch._C._current_graph_task_id() not in (-1, self._backward):
+            return  # a rerun in a backward that the forward started: checkpointing
         with self._lock:
             if self.live:
                 super().record(keys, args, kwargs, output)

@@ -136,6 +136,25 @@ def _parsed(key: str, declared: Any) -> OutputRecorder:
     raise HookTypeError(msg)
 
 
+def copied(declared: dict[str, Any]) -> dict[str, Any]:
+    """Copies a declaration, so that later changes in place of lists and recorders show."""
+
+    def fixed(key: str, each: Any) -> Any:
+        return each if isinstance(each, str | type | OutputRecorder) else _parsed(key, each)
+
+    return {
+        key: [fixed(key, each) for each in value] if isinstance(value, list) else fixed(key, value)
+        for key, value in declared.items()
+    }
+
+
+def is_unchanged(module: nn.Module | None, former: dict[str, Any]) -> bool:
+    """True if the declaration of a module still is the one that was `copied`."""
+    declared = getattr(module, DECLARATION, None) or {}
+    # A recorder that can change in place never equals its copy.
+    return declared == former or (module is not None and copied(declared_by(module)) == former)
+
+
 class LayerKey(NamedTuple):
     """Key that a layer is recorded under."""
 
@@ -156,7 +175,7 @@ class Match(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Modules of a model, each with a copy of its declaration, and the recorded ones by key."""
+    """Modules of a model, each with its `copied` declaration, and the recorded ones by key."""
 
     modules: list[tuple[nn.Module, dict[str, Any] | None]]
     targets: dict[str, list[Match]]
@@ -169,7 +188,7 @@ def layout_of(model: nn.Module) -> Layout:
     visited: set[int] = set()
 
     def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
-        declared = dict(declared_by(module)) if module is model or declares(module) else None
+        declared = copied(declared_by(module)) if module is model or declares(module) else None
         recorders = recorders if declared is None else _recorders(declared)
         modules.append((module, declared))
         visited.add(id(module))

@@ -35,10 +35,11 @@ def merge_with_config_defaults(func: F) -> F:
     """Fills in arguments that the caller of a forward left out, from `self.config` (transformers').
 
     They are `use_cache`, `vision_feature_layer`, `vision_feature_select_strategy`,
-    `vision_aspect_ratio` and `is_causal`. None counts as left out. `use_cache` is off where
-    `self.gradient_checkpointing` is on while training. An `is_causal` that differs from the
-    config's is set in the config too during the call, as masks are made from it: other threads see
-    it.
+    `vision_aspect_ratio` and `is_causal`. None counts as left out, except for `is_causal`.
+    `use_cache` is off where `self.gradient_checkpointing` is on while training with gradients. An
+    `is_causal` that differs from the config's is set in the config too during the call, as masks
+    are made from it: other threads see it, and overlapping calls that differ in it need a config
+    each.
 
     The forward raises:
         ValueError: a `vision_feature_select_strategy` other than default and full.
@@ -64,9 +65,14 @@ def merge_with_config_defaults(func: F) -> F:
             else:
                 kwargs[name] = value
         if names is None or "is_causal" in names:
-            causal = kwargs.get("is_causal", getattr(config, "is_causal", None))
+            place = places.get("is_causal", len(positionals))
+            if place < len(positionals):
+                causal = positionals[place]
+            else:
+                causal = kwargs.get("is_causal", getattr(config, "is_causal", None))
+                if causal is not None:
+                    kwargs["is_causal"] = causal
             if causal is not None:
-                kwargs["is_causal"] = causal
                 with _in_config(config, "is_causal", causal):
                     return func(self, *positionals, **kwargs)
         return func(self, *positionals, **kwargs)
@@ -81,7 +87,7 @@ def _checked_default(model: nn.Module, name: str, value: Any) -> Any:
         )
         raise ValueError(msg)
     checkpointed = model.training and getattr(model, "gradient_checkpointing", False)
-    if name == "use_cache" and value and checkpointed:
+    if name == "use_cache" and value and checkpointed and torch.is_grad_enabled():
         if not torch.compiler.is_compiling():
             _warn_no_cache()
         return False

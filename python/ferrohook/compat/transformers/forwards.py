@@ -24,11 +24,11 @@ from ferrohook.compat.transformers.calls import (
     Call,
     EagerCall,
     innermost,
+    resolve_indices,
     warn_unattributed,
 )
 from ferrohook.compat.transformers.declarations import (
     HIDDEN,
-    OutputRecorder,
     declared_by,
     unmatched,
 )
@@ -111,13 +111,11 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
                     for name, value in kwargs.items()
                     if name in names or not name.startswith(FLAG)
                 }
-            outputs, recorded = _run(_Recording(self, forward, args, kwargs, flags, explicit))
+            tie = getattr(config, "tie_last_hidden_states", None)
+            tie = tie_last_hidden_states if tie is None else tie
+            outputs, recorded = _run(_Recording(self, forward, args, kwargs, flags, explicit, tie))
             if recorded:
-                tie = getattr(config, "tie_last_hidden_states", None)
-                tie = tie_last_hidden_states if tie is None else tie
-                outputs = _add_to_output(
-                    outputs, _match_output(outputs, recorded, declared, tie=tie)
-                )
+                outputs = _add_to_output(outputs, _match_output(outputs, recorded, declared))
             return _as_tuple(outputs) if return_dict is False else outputs
 
         return recorded_forward
@@ -223,18 +221,19 @@ _FLAGS: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictiona
 
 
 def _match_output(
-    outputs: Any, recorded: dict[str, tuple[Any, ...]], declared: dict[str, Any], *, tie: bool
+    outputs: Any, recorded: dict[str, tuple[Any, ...]], declared: dict[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Matches recorded values to the output: ties the last state, splits attentions by kind."""
+    """Matches recorded values to the output: splits attentions by kind.
+
+    A key without values keeps what the forward itself put there, such as records of a sub-model.
+    """
     matched = {}
     for key, values in recorded.items():
+        former = None if values else _field(outputs, key)
+        if former is not None and former is not _ABSENT:
+            continue
         matched[key] = values
-        if key == HIDDEN and tie and values and values[-1] is not None:
-            for name in ("vision_hidden_states", "last_hidden_state"):
-                if (state := _field(outputs, name)) is not _ABSENT:
-                    matched[key] = (*values[:-1], state)
-                    break
-        elif (
+        if (
             key == ATTENTIONS
             and isinstance(declared[key], list)
             and len(declared[key]) == SELF_AND_CROSS
@@ -301,9 +300,15 @@ class _Recording:
     kwargs: dict[str, Any]
     flags: dict[str, Any]
     explicit: list[str]
+    tie: bool
 
-    def run(self) -> Any:
-        return self.forward(self.model, *self.args, **self.kwargs)
+    def run(self, call: Call) -> Any:
+        outputs = self.forward(self.model, *self.args, **self.kwargs)
+        if HIDDEN in self.flags:
+            names = ("vision_hidden_states", "last_hidden_state") if self.tie else ()
+            states = [_field(outputs, name) for name in names]
+            call.finish([state for state in states if state is not _ABSENT])
+        return outputs
 
 
 def _run(request: _Recording) -> tuple[Any, dict[str, tuple[Any, ...]]]:
@@ -313,12 +318,12 @@ def _run(request: _Recording) -> tuple[Any, dict[str, tuple[Any, ...]]]:
         request.explicit = []
     traced = torch.compiler.is_compiling() and not isinstance(outer, EagerCall)
     if traced and outer is None and not request.flags:
-        return request.run(), {}
+        return request.forward(request.model, *request.args, **request.kwargs), {}
     recorded: dict[str, list[Any]] = {key: [] for key in request.flags}
     try:
         if traced:
-            HERE.call = _make_traced_call(request, recorded)
-            outputs = request.run()
+            HERE.call = call = _make_traced_call(request, recorded)
+            outputs = request.run(call)
         else:
             outputs = _run_eagerly(request, recorded)
     finally:
@@ -354,7 +359,7 @@ def _run_eagerly(request: _Recording, recorded: dict[str, list[Any]]) -> Any:
             if installation is None or not installation.retired:
                 HERE.call = call
                 CALL.set(call)
-                outputs = request.run()
+                outputs = request.run(call)
                 break
         finally:
             HERE.call = outer
@@ -392,7 +397,7 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
         return None
     try:
         # Plain ints: Dynamo makes them dynamic once they differ between calls.
-        return [operator.index(each) for each in ([flag] if isinstance(flag, int) else flag)]
+        return [operator.index(each) for each in ([flag] if hasattr(flag, "__index__") else flag)]
     except TypeError as error:
         msg = f"output_hidden_states must be a bool, an index or a list of indices, got {flag!r}"
         raise HookTypeError(msg) from error
@@ -401,16 +406,17 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
 def _select_states(
     installation: Installation, model: nn.Module, indices: list[int] | None, explicit: list[str]
 ) -> list[int] | None:
-    """Counts negative indices from the end. Raises for an explicit key that matches no module."""
+    """Resolves negative indices, if the config has the number of layers.
+
+    Raises for an explicit key that matches no module.
+    """
     for key in explicit:
         if not installation.recorders[key]:
             raise unmatched(model, key)
     if indices is None or min(indices, default=0) >= 0:
         return indices
-    recorders = installation.recorders[HIDDEN]
-    # No layers, no states.
-    recorder = recorders[0] if recorders else OutputRecorder(nn.Module)
-    layers = getattr(getattr(model, "config", None), recorder.num_hidden_layers_key, None)
-    count = len(recorders) if layers is None else layers
-    count += recorder.capture_initial_hidden_state
-    return [index % count for index in indices if -count <= index < count]
+    recorders, config = installation.recorders[HIDDEN], getattr(model, "config", None)
+    layers = getattr(config, recorders[0].num_hidden_layers_key, None) if recorders else None
+    if layers is None:
+        return indices
+    return resolve_indices(indices, layers + recorders[0].capture_initial_hidden_state)

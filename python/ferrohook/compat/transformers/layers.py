@@ -23,10 +23,10 @@ from ferrohook.compat.transformers.calls import (
     innermost,
 )
 from ferrohook.compat.transformers.declarations import (
-    DECLARATION,
     HIDDEN,
     LayerKey,
     Layout,
+    is_unchanged,
     layout_of,
 )
 from ferrohook.util.arguments import expect_module
@@ -74,8 +74,7 @@ class Installation:
     def holds(self) -> bool:
         """True if all modules are alive and have the same children and declarations."""
         return self._tree.holds() and all(
-            (getattr(module(), DECLARATION, None) or {}) == declared
-            for module, declared in self._declared
+            is_unchanged(module(), declared) for module, declared in self._declared
         )
 
     def retire(self) -> None:

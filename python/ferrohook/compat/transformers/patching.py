@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ferrohook.compat.transformers.declarations import DECLARATION, declared_by, declares
-from ferrohook.errors import HookTypeError
+from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import describe, expect, expect_module
 from ferrohook.util.suggestions import closest_to
 
@@ -198,16 +198,38 @@ def patch_output_recorders(model: nn.Module) -> None:
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
+        HookError: transformers' `capture_outputs` decorates a forward whose recorders are to
+            change. It reads the class's declaration, which transformers' function changes.
     """
     expect_module(model, "patch_output_recorders needs")
     mapping = get_patch_mapping()
+    changes = []
     for module in model.modules() if mapping else ():
         if not declares(module):
             continue
         declared = declared_by(module)
         patched = {key: _patched(recorder, mapping) for key, recorder in declared.items()}
         if patched != declared:
-            vars(module)[DECLARATION] = patched
+            if _decorated_by_transformers(module):
+                msg = (
+                    "transformers' capture_outputs decorates the forward of "
+                    f"{type(module).__name__} and ignores what an instance declares: use "
+                    "transformers.monkey_patching.patch_output_recorders"
+                )
+                raise HookError(msg)
+            changes.append((module, patched))
+    for module, patched in changes:
+        vars(module)[DECLARATION] = patched
+
+
+def _decorated_by_transformers(module: nn.Module) -> bool:
+    forward: Any = type(module).forward
+    while forward is not None:
+        names = getattr(forward, "__globals__", {})
+        if names.get("__name__") == "transformers.utils.output_capturing":
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _patched(recorder: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
