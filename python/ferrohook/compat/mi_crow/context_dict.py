@@ -94,10 +94,11 @@ class Contents:
         shapes = {f"{name}_shape": tuple(tensor.shape) for name, tensor in tensors.items()}
         former = self.read() if self.extended else EMPTY
         replaced = {*own, *(f"{name}_shape" for name in own)}
-        kept = [
+        kept: list[dict[str, Any]] = [
             {name: value for name, value in each.items() if name not in replaced} for each in former
         ]
-        self.replace(Content(kept[0] | shapes, {**kept[1], **tensors}, {**kept[2], **versions}))
+        found = zip(kept, (shapes, tensors, versions), strict=True)
+        self.replace(Content(*(left | {**new} for left, new in found)))
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Contents belong to a context and are not copied or pickled.
