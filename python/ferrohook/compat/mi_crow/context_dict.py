@@ -94,11 +94,13 @@ class Contents:
         shapes = {f"{name}_shape": tuple(tensor.shape) for name, tensor in tensors.items()}
         former = self.read() if self.extended else EMPTY
         replaced = {*own, *(f"{name}_shape" for name in own)}
-        kept: list[dict[str, Any]] = [
-            {name: value for name, value in each.items() if name not in replaced} for each in former
-        ]
-        found = zip(kept, (shapes, tensors, versions), strict=True)
-        self.replace(Content(*(left | {**new} for left, new in found)))
+
+        def left(items: Mapping[str, V]) -> dict[str, V]:
+            return {name: item for name, item in items.items() if name not in replaced}
+
+        metadata = left(former.metadata) | shapes
+        versions = left(former.versions) | {**versions}
+        self.replace(Content(metadata, left(former.tensors) | {**tensors}, versions))
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Contents belong to a context and are not copied or pickled.
