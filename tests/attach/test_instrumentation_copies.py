@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -133,3 +134,18 @@ def test_data_parallel_replicas_share_the_hooks() -> None:
     handle.remove()
     fh.restore(model)
     assert torch.equal(replica(x()), model(x()))
+
+
+def test_a_capture_on_a_replica_leaves_the_original_to_be_restored() -> None:
+    with fh.instrument(linear := nn.Linear(4, 4)):
+        handle = linear.register_forward_hook(lambda *_: None)
+        replica: Any = linear._replicate_for_data_parallel()
+        replica.weight, replica.bias = linear.weight, linear.bias
+        with fh.capture(replica) as acts:
+            replica(x())
+        assert [*acts] == [""]
+        del replica, acts
+        gc.collect()
+        linear(x())
+        assert handle.calls == 2
+    assert type(linear) is nn.Linear

@@ -274,6 +274,19 @@ def test_a_torch_hook_changed_during_the_forward_takes_effect_in_its_phase(chang
     side_by_side(act)
 
 
+def test_a_forward_that_a_pre_hook_replaces_runs_in_the_next_call() -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        def replace(*_: Any) -> None:
+            model.forward = lambda input: log.append("new") or input  # type: ignore[assignment, func-returns-value]
+
+        nn.Module.register_forward_pre_hook(model, replace)
+        model(x())
+        log.append("next call")
+        model(x())
+
+    assert side_by_side(act)[-2:] == ["next call", "new"]
+
+
 def test_torch_s_deprecated_backward_hooks_still_work() -> None:
     def act(model: nn.Module, log: Log) -> None:
         nn.Module.register_backward_hook(

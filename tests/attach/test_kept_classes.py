@@ -97,16 +97,26 @@ def test_every_phase_scope_plan_and_batch(model: nn.Sequential) -> None:
 )
 def test_copies_are_plain(model: nn.Sequential, duplicate: Any) -> None:
     with fh.instrument(model, KEPT, keep_class=KEPT):
-        fh.register(model, KEPT, double)
+        group = fh.register(model, KEPT, double)
         copied = duplicate(model[1])
         x = torch.randn(2, 3)
         assert torch.equal(copied(x) * 2, model[1](x))
         with torch.no_grad():  # the copy is called, not the original
             copied.bias = nn.Parameter(copied.bias + 1)
         assert torch.equal(copied(x), nn.functional.linear(x, copied.weight, copied.bias))
+        assert not fh.hooks(copied)
         with fh.capture(copied) as acts:
             copied(x)
         assert [*acts] == [""]
+        assert torch.equal(copied(x), acts[""])
+        calls: list[Any] = []
+        with fh.register(copied, "", lambda *call: calls.append(call)):
+            model(x)
+            assert not calls
+            copied(x)
+        assert len(calls) == 1
+        group.remove()
+    assert vars(model[1]).keys() == vars(nn.Linear(3, 3)).keys()
 
 
 @needs_gil
@@ -134,6 +144,16 @@ def test_a_transformer_layer_calls_its_modules() -> None:
         fh.register(layer, "linear1", lambda *call: calls.append(call))
         layer(torch.randn(1, 3, 8))
     assert len(calls) == 1
+
+
+@needs_gil
+@pytest.mark.filterwarnings("ignore")  # torch warns that this function is deprecated
+def test_script_refuses_it_with_the_reason(model: nn.Sequential) -> None:
+    with (
+        fh.instrument(model, KEPT, keep_class=KEPT),
+        pytest.raises(fh.HookError, match=r"torch\.jit\.script cannot compile .* restore it first"),
+    ):
+        torch.jit.script(model)
 
 
 @needs_gil

@@ -184,6 +184,19 @@ def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
     assert same(restored(*arguments), hooked(*arguments))
 
 
+@pytest.mark.parametrize("first", ["wrapper", "module"])
+def test_a_module_that_refers_to_its_wrapper_is_saved_and_loaded(first: str) -> None:
+    hooked: Any = fh.HookedModule(nn.Sequential(nn.Linear(4, 4)))
+    vars(hooked[0])["owner"] = hooked
+    saved = pickle.dumps(hooked if first == "wrapper" else hooked.inner)
+    restored = pickle.loads(saved)
+    owner = restored[0].owner
+    assert owner is restored if first == "wrapper" else owner.inner is restored
+    assert isinstance(owner, fh.HookedModule)
+    assert isinstance(owner, nn.Sequential)
+    assert torch.equal(owner(x()), hooked(x()))
+
+
 def test_a_shallow_copy_copies_the_module_shallowly() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     handle = hooked.register_forward_hook(lambda *_: None)
@@ -193,3 +206,6 @@ def test_a_shallow_copy_copies_the_module_shallowly() -> None:
     assert duplicate.weight is hooked.weight
     duplicate(x())
     assert handle.calls == 1
+    duplicate.into_inner()
+    hooked(x())
+    assert handle.calls == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +114,23 @@ def test_prune_and_the_old_norms_work_on_a_wrapper() -> None:
         hooked(x())
         nn.utils.remove_weight_norm(hooked)
     assert list(hooked.state_dict()) == ["bias", "weight"]
+
+
+def test_the_hooks_of_a_wrapper_in_a_transformer_layer_fire() -> None:
+    """Its fast path would call no submodule."""
+    layer: Any = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    layer.linear1 = hooked = fh.HookedModule(layer.linear1)
+    handle = hooked.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        layer(x())
+    assert handle.calls == 1
+    assert not hooked._forward_hooks
+
+
+def test_recompiling_a_wrapped_graph_module_takes_effect() -> None:
+    hooked: Any = fh.HookedModule(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
+    relu = next(node for node in hooked.graph.nodes if node.op == "call_module")
+    relu.replace_all_uses_with(relu.args[0])
+    hooked.recompile()
+    for call in (hooked, hooked.forward, hooked.inner):
+        assert torch.equal(call(x()), x())

@@ -260,15 +260,22 @@ def test_backward_hooks_on_values_that_torch_ignores_break_the_graph(call: str) 
     assert torch.equal(grad_output, torch.ones(3))
 
 
-def test_wrong_results_of_typed_hooks_raise() -> None:
+@pytest.mark.parametrize("make", [fh.ForwardHook, fh.BackwardHook])
+def test_wrong_results_of_typed_hooks_raise(make: Any) -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
 
-    def meddle(input: Tensor, output: Tensor) -> Any:
-        return output
+    def meddle(first: Any, second: Any) -> Any:
+        return second
 
-    hooked.register_forward_hook(fh.ForwardHook(meddle))
+    fh.register(hooked, "", make(meddle))
+
+    def step() -> None:
+        compiled = torch.compile(hooked, backend="eager")
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            compiled(torch.randn(3, 4, requires_grad=True)).sum().backward()
+
     with pytest.raises(fh.HookTypeError):
-        torch.compile(hooked, backend="eager")(torch.randn(3, 4))
+        step()
 
 
 def test_compiling_the_wrapped_module_leaves_the_hooks_around_it() -> None:
@@ -341,6 +348,49 @@ def test_a_global_hook_dict_that_is_replaced_takes_effect(
     with mock.patch.object(torch_global, f"_global_{phase}_hooks", hooks):
         assert not close(instrumented.check(), plain)
     assert close(instrumented.check(), plain)
+
+
+@pytest.mark.parametrize("option", ["with_kwargs", "always_call"])
+def test_global_forward_hooks_get_their_arguments(option: str) -> None:
+    fh.instrument(model := nn.Linear(4, 4))
+    log: list[Any] = []
+    compiled = torch.compile(model, backend="eager", fullgraph=option == "with_kwargs")
+    with (
+        torch_global.register_module_forward_hook(
+            lambda module, _args, *values: log.append((module, [type(it) for it in values])),
+            **{option: True},
+        ),
+        torch.no_grad(),
+    ):
+        compiled(torch.randn(3, 4))
+    types = [dict] * (option == "with_kwargs") + [Tensor]
+    assert [values for module, values in log if module is model] == [types]
+
+
+def test_global_backward_hooks_fire() -> None:
+    fh.instrument(model := nn.Linear(4, 4))
+    log: list[Any] = []
+    with (
+        torch_global.register_module_full_backward_hook(lambda *call: log.append(call)),
+        torch_global.register_module_full_backward_pre_hook(lambda *call: log.append(call)),
+    ):
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert [len(call) for call in log if call[0] is model] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_a_replaced_call_of_all_modules_is_honoured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, outputs = getattr(nn.Module, name), []
+    monkeypatch.setattr(nn.Module, name, lambda *args, **kwargs: original(*args, **kwargs) * 2)
+    for instrumented in (False, True):
+        model = nn.Sequential(nn.Identity())
+        if instrumented:
+            fh.instrument(model)
+        outputs.append(torch.compile(model, backend="eager")(torch.ones(1)))
+    assert torch.equal(*outputs)
 
 
 def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:

@@ -152,6 +152,23 @@ def test_keyword_inputs_alone_are_listed_in_the_order_of_the_call() -> None:
     assert equal(grad_input, (scale.grad, x.grad))
 
 
+@pytest.mark.parametrize("call", ["positional", "nested", "keywords"])
+def test_a_module_writes_to_the_caller_s_list(call: str) -> None:
+    class Stack(nn.Module):
+        def forward(self, x: Tensor, states: Any) -> Tensor:
+            (states[0] if isinstance(states, tuple) else states).append(x)
+            return x * 2
+
+    hooked = fh.HookedModule(Stack())
+    hooked.register_full_backward_hook(lambda *_: None)
+    x, states = torch.ones(2, requires_grad=True), [torch.zeros(1)]
+    if call == "keywords":
+        hooked(x=x, states=states)
+    else:
+        hooked(x, (states, {"a": x}) if call == "nested" else states)
+    assert len(states) == 2
+
+
 def test_hooks_replace_gradients_and_chain() -> None:
     plain = nn.Linear(4, 4)
     hooked = fh.HookedModule(copy.deepcopy(plain))

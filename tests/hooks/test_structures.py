@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict, namedtuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
@@ -37,6 +37,17 @@ def packed(x: Tensor) -> PackedSequence:
     return pack_padded_sequence(x[None].expand(2, *x.shape), torch.tensor([3, 1]), batch_first=True)
 
 
+class Own(tuple[Any, ...]):  # noqa: SLOT001 (it has an attribute)
+    """Its constructor takes other arguments than a tuple's."""
+
+    note: str
+
+    def __new__(cls, x: Tensor) -> Self:
+        made = super().__new__(cls, (x, x * 2))
+        made.note = "kept"
+        return made
+
+
 # The structure around tensors, and the path of the one that gives the loss.
 STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "tuple": (lambda y: (y, y * 2), 1),
@@ -45,6 +56,7 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "OrderedDict": (lambda y: OrderedDict(a=y), "a"),
     "UserDict": (lambda y: UserDict(a=y), "a"),
     "named tuple": (lambda y: Pair(y, y * 2), "b"),
+    "tuple subclass": (Own, 1),
     "topk": (lambda y: torch.topk(y, 2), "values"),
     "max": (lambda y: torch.max(y, -1), 0),
     "sort": (torch.sort, "values"),
@@ -108,8 +120,11 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def same(one: Any, other: Any) -> bool:
     pairs = [*zip([*leaves(one)], [*leaves(other)], strict=True)]
-    return type(one) is type(other) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+    notes = [getattr(each, "note", None) for each in (one, other)]
+    return (
+        type(one) is type(other)
+        and notes[0] == notes[1]
+        and all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
     )
 
 

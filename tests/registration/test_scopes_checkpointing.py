@@ -210,3 +210,30 @@ assert torch.allclose(x.grad, 3 / torch.cosh(torch.ones(1, 3)) ** 2), x.grad
 assert not acts, acts
 """)
     assert done.returncode == 0, done.stderr
+
+
+def test_composable_checkpointing_imported_before_ferrohook_repeats_the_hooks() -> None:
+    done = run_fresh("""
+import importlib
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint, checkpoint_activation
+import ferrohook as fh
+from ferrohook.attach import checkpointing
+name = checkpointing._name
+original = getattr(torch.utils.checkpoint, name).__wrapped__
+setattr(torch.utils.checkpoint, name, original)
+setattr(checkpoint_activation, name, original)
+importlib.reload(checkpointing)
+model = checkpoint(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+with fh.scope():
+    fh.register(model, "0", lambda module, args, output: output + 5)
+    y = model(torch.ones(1, 3, requires_grad=True))
+try:
+    y.sum().backward()
+except fh.HookError as error:
+    assert "was left" in str(error), error
+else:
+    raise AssertionError("backward repeated the forward without the hooks")
+""")
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +120,15 @@ def test_a_wrapped_coroutine_function_runs_in_the_scope(
         await asyncio.sleep(0)
         return hooked(0)
 
+    class Later:
+        async def __call__(self) -> Any:
+            return await later()
+
     with fh.scope() as s:
         hooked.register_forward_hook(add(1), scope=s)
-        wrapped = s.wrap(later)
-        assert elsewhere.submit(lambda: asyncio.run(wrapped())).result(LIMIT) == 1
+        for function in (later, Later(), functools.partial(Later())):
+            wrapped = s.wrap(function)
+            assert elsewhere.submit(lambda it=wrapped: asyncio.run(it())).result(LIMIT) == 1
 
 
 def test_wrap_refuses_generators_and_non_callables() -> None:
@@ -132,10 +138,14 @@ def test_wrap_refuses_generators_and_non_callables() -> None:
     async def generate_async() -> AsyncIterator[int]:
         yield 1
 
+    class Generates:
+        def __call__(self) -> Iterator[int]:
+            yield 1
+
     s = fh.scope()
     with pytest.raises(fh.HookTypeError, match="wrap needs a callable, got int"):
         s.wrap(3)  # type: ignore[arg-type]
-    for function in (generate, generate_async):
+    for function in (generate, generate_async, Generates()):
         with pytest.raises(fh.HookTypeError, match="use activate"):
             s.wrap(function)
 

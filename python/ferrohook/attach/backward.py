@@ -156,22 +156,36 @@ def _tapped(tap: Any, setup: Hook, items: tuple[Any, ...], *, inputs: bool) -> t
         ]
     if all(one is other for one, other in zip(outputs, flat, strict=True)):
         return items  # no tensor requires grad
-    return tuple(_filled(each, lambda slots: slots.filled(outputs), keep=True) for each in form)
+    return tuple(_replaced(*each, outputs) for each in zip(form, items, strict=True))
 
 
-def _filled(form: Any, fill: Callable[[_Slots], Any], *, keep: bool = False, depth: int = 0) -> Any:
-    """Rebuilds a structure with its slots filled; other leaves are None, or kept."""
+def _replaced(form: Any, value: Any, outputs: tuple[Any, ...], depth: int = 0) -> Any:
+    """Puts the outputs of a node into a structure.
+
+    A structure without gradients stays the same object: the module may write to it.
+    """
     if isinstance(form, _Slots):
-        return fill(form)
+        return form.filled(outputs)
+    inside = parts(value) if depth <= DEEPEST else None
+    if inside is None or not any(tensor.requires_grad for tensor in tensors_in(value, depth)):
+        return value
+    pairs = zip(parts(form) or (), inside, strict=True)
+    return rebuilt(value, [_replaced(one, it, outputs, depth + 1) for (_, one), (_, it) in pairs])
+
+
+def _filled(form: Any, grads: tuple[Any, ...], depth: int = 0) -> Any:
+    """Rebuilds a structure with gradients in its slots, and None in place of other leaves."""
+    if isinstance(form, _Slots):
+        return form.filled(grads)
     inside = parts(form) if depth <= DEEPEST else None
     if inside is None:
-        return form if keep else None
-    return rebuilt(form, [_filled(it, fill, keep=keep, depth=depth + 1) for _, it in inside])
+        return None
+    return rebuilt(form, [_filled(it, grads, depth + 1) for _, it in inside])
 
 
 def _gradient(form: Any, grads: tuple[Any, ...]) -> Any:
     """Returns the gradients of an item in its structure; None if it got none."""
-    found = _filled(form, lambda slots: slots.filled(grads))
+    found = _filled(form, grads)
     return found if isinstance(found, Tensor) or any(True for _ in tensors_in(found)) else None
 
 

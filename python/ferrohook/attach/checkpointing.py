@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import checkpoint
@@ -54,11 +55,16 @@ def _non_reentrant(generator: Callable[..., Iterator[None]]) -> Callable[..., It
 checkpoint.CheckpointFunction.forward = staticmethod(  # type: ignore[method-assign]
     _reentrant(checkpoint.CheckpointFunction.forward)
 )
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 # The second is the only one in older versions of torch, and calls the first in newer ones.
 for _name in (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 ):
     if hasattr(checkpoint, _name):
-        setattr(checkpoint, _name, _non_reentrant(getattr(checkpoint, _name)))
+        _logged = _non_reentrant(getattr(checkpoint, _name))
+        # The second, if imported already, has copied the name.
+        for _place in ("torch.utils.checkpoint", _COMPOSABLE):
+            if _place in sys.modules:
+                setattr(sys.modules[_place], _name, _logged)
         break

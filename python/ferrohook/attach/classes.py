@@ -6,6 +6,8 @@ import sys
 from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
+from torch import fx
+
 from ferrohook._core import generated_class
 
 if TYPE_CHECKING:
@@ -59,12 +61,12 @@ def common_subclass(
         ):
             made = _make_class(metaclass, name, (plain, base), namespace)
         made = cast("type", generated_class(base, plain, made))
-        if _stays(plain):
+        if stays(plain):
             _KEPT.append(made)
     return made
 
 
-def _stays(plain: type) -> bool:
+def stays(plain: type) -> bool:
     """Returns True if a class is an attribute of its module, which outlives every instance."""
     return getattr(sys.modules.get(plain.__module__), plain.__name__, None) is plain
 
@@ -125,6 +127,12 @@ def _solid_base(cls: type) -> type:
 def _has_default_init_subclass(cls: type) -> bool:
     definer = next(base for base in cls.__mro__ if "__init_subclass__" in vars(base))
     return definer in {object, Generic, Protocol}
+
+
+def writers_of_class(cls: type) -> list[str]:
+    """Lists the methods of a class that write to `type(self)`."""
+    names = ("recompile", "_real_recompile") if issubclass(cls, fx.GraphModule) else ()
+    return [name for name in names if hasattr(cls, name)]
 
 
 def plain_class(cls: type) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.nn.modules import transformer
 
 from ferrohook._core import Dispatcher, EndOfCall, HookedBase, MaskedHook, PlanGuard
 
@@ -48,8 +52,23 @@ def find_registry(module: nn.Module) -> Registry | None:
     """Returns the registry of a wrapper or an instrumented module; None for a plain module."""
     if issubclass(type(module), HookedBase):
         return cast("HookedBase", module)._registry
-    dispatcher = vars(module).get(Dispatcher.KEY)
-    return None if dispatcher is None else dispatcher.registry
+    dispatcher: Dispatcher | None = vars(module).get(Dispatcher.KEY)
+    if dispatcher is None or not dispatcher.serves(module):
+        return None
+    return dispatcher.registry
+
+
+def shown_forward_hooks(module: nn.Module) -> Any:
+    """Returns a module's own torch hooks, for a property `_forward_hooks`.
+
+    The fast path of TransformerEncoderLayer calls no submodules. torch takes it if none has hooks
+    in this dict, so an extra entry stands there for the registry's hooks.
+    """
+    hooks = vars(module)["_forward_hooks"]
+    if torch.compiler.is_compiling() or sys._getframe(1).f_globals is not vars(transformer):
+        return hooks
+    registry = find_registry(module)
+    return {**hooks, None: None} if registry is not None and registry.hooked else hooks
 
 
 def as_given(hook: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import fx, jit, nn
-from torch.nn.modules import transformer
 from torch.utils.hooks import RemovableHandle
 
 import ferrohook.attach.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
@@ -42,8 +41,8 @@ from ferrohook._core import (
 )
 from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.attention import hold, is_point
-from ferrohook.attach.classes import common_subclass, plain_class
-from ferrohook.attach.hook_info import find_registry
+from ferrohook.attach.classes import common_subclass, plain_class, writers_of_class
+from ferrohook.attach.hook_info import find_registry, shown_forward_hooks
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import trace_as, traced_dispatch
 from ferrohook.errors import HookError, NotInstrumentedWarning, ReplacedWarning
@@ -92,21 +91,7 @@ class Instrumented(nn.Module):
     def __class__(self, plain: type) -> None:
         _assign_class(self, plain_class(plain))
 
-    @property
-    def _forward_hooks(self) -> Any:
-        """The module's own torch hooks.
-
-        The fast path of TransformerEncoderLayer calls no submodules. torch takes it if none has
-        hooks in this dict, so an extra entry stands there for the registry's hooks.
-        """
-        hooks = vars(self)["_forward_hooks"]
-        if (
-            not torch.compiler.is_compiling()
-            and sys._getframe(1).f_globals is vars(transformer)
-            and _has_forward_hooks(self)
-        ):
-            return {**hooks, None: None}
-        return hooks
+    _forward_hooks = property(shown_forward_hooks)
 
     @_forward_hooks.setter
     def _forward_hooks(self, hooks: Any) -> None:
@@ -230,11 +215,6 @@ def registry_of(module: nn.Module) -> Registry:
     return registry
 
 
-def _has_forward_hooks(module: nn.Module) -> bool:
-    registry = find_registry(module)
-    return registry is not None and bool(registry.hooked)
-
-
 def _instrumented_class(plain: type[nn.Module]) -> Any:
     if plain._call_impl is not nn.Module._call_impl:
         msg = "its class overrides _call_impl"
@@ -269,9 +249,7 @@ def _class_members(plain: type[nn.Module]) -> dict[str, Any]:
         if getattr(plain, name) is not getattr(nn.Module, name):
             namespace[name] = inspect.getattr_static(plain, name)
     if issubclass(plain, fx.GraphModule):
-        for name in ("recompile", "_real_recompile"):
-            if hasattr(plain, name):
-                namespace[name] = _on_plain_class(name)
+        namespace |= {name: _on_plain_class(name) for name in writers_of_class(plain)}
         namespace["__new__"] = _new_graph_module
     return namespace
 

@@ -13,10 +13,17 @@ from torch import nn
 import ferrohook.attach.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook._core import HookedBase, Registry
 from ferrohook.attach.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)
+from ferrohook.attach.classes import stays
 from ferrohook.attach.hook_info import HookInfo, hooks_of
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
-from ferrohook.attach.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
+from ferrohook.attach.wrapper import (
+    TransparentWrapper,
+    class_around,
+    combined_class,
+    own_names,
+    wrapper_class,
+)
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect_module
 
@@ -95,8 +102,8 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         expect_module(module, "HookedModule needs")
         self._adopt(module, Registry())
 
-    def _adopt(self, module: nn.Module, registry: Registry) -> None:
-        self._wrap(module, registry)
+    def _adopt(self, module: nn.Module, registry: Registry, *, shares_hooks: bool = False) -> None:
+        self._wrap(module, registry, shares_hooks)
         self._share(module)
 
     @property
@@ -118,7 +125,6 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         """
         module = self.inner
         HookedBase._release(self)
-        self._registry.clear()
         self._share(None)
         return module
 
@@ -179,12 +185,12 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     def __copy__(self) -> HookedModule[M]:
         # Shares the hooks, as a shallow copy of a plain module shares its hook dicts.
-        return self._around(copy.copy(self.inner))
+        return self._around(copy.copy(self.inner), shares_hooks=True)
 
-    def _around(self, module: nn.Module) -> HookedModule[M]:
+    def _around(self, module: nn.Module, *, shares_hooks: bool = False) -> HookedModule[M]:
         cls = class_around(cast("type[TransparentWrapper]", wrapper_class(self)), module)
         wrapper = HookedBase.__new__(cast("type[HookedModule[M]]", cls))
-        wrapper._adopt(module, self._registry)
+        wrapper._adopt(module, self._registry, shares_hooks=shares_hooks)
         return wrapper
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
@@ -206,22 +212,37 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
                 f"module: {error}. Give other arguments a default, or define __reduce_ex__"
             )
             raise pickle.PicklingError(msg) from None
-        return _unpickled, (cls, self.inner)
+        made_from = getattr(type(self), "_made_from", (cls,))
+        if not all(map(stays, made_from)):  # the class of a GraphModule is made as it is loaded
+            return _unpickled, (cls, self.inner)
+        # The module is the state, not an argument: it may refer to the wrapper.
+        return _empty, made_from, self.inner, None, None, _fill
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
-        return self._around(cast("Any", self.inner)._replicate_for_data_parallel())
+        replica = cast("Any", self.inner)._replicate_for_data_parallel()
+        return self._around(replica, shares_hooks=True)
 
 
 HookedModule._own_names = own_names(HookedModule)
 
 
 def _unpickled(cls: type[HookedModule[Any]], module: nn.Module) -> HookedModule[Any]:
-    """Makes a wrapper; attributes stay as pickled, whatever `__init__` of a subclass sets."""
-    attributes = {**module.__dict__}
-    wrapper = cls(module)
-    module.__dict__.update(attributes)
+    wrapper = cls.__new__(cls, module)
+    _fill(wrapper, module)
     return wrapper
+
+
+def _empty(cls: type[TransparentWrapper], *plain: type) -> Any:
+    """Makes a wrapper that wraps no module yet."""
+    return HookedBase.__new__(combined_class(cls, *plain) if plain else cast("Any", cls))
+
+
+def _fill(wrapper: HookedModule[Any], module: nn.Module) -> None:
+    """Wraps a module; attributes stay as pickled, whatever `__init__` of a subclass sets."""
+    attributes = {**module.__dict__}
+    type(wrapper).__init__(wrapper, module)
+    module.__dict__.update(attributes)
 
 
 @carry

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.fx.node import has_side_effect
 from torch.nn.modules import module as module_globals
 from torch.utils.hooks import BackwardHook
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "Sequence[tuple[Any, str, bool]]"
 """Hooks of one phase: callable, kind, `with_kwargs`."""
+_TORCH_CALL, _TORCH_CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 NO_TORCH_HOOKS: tuple[Rows, Rows, Rows, Rows] = ((), (), (), ())
 
 
@@ -54,8 +56,21 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the twin of `__call__` or `_call_impl` of instrumented modules for Dynamo."""
 
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        deprecated = self._backward_hooks and not self._is_full_backward_hook
-        if deprecated or self._forward_hooks_always_called:
+        untraceable = (
+            (self._backward_hooks and not self._is_full_backward_hook)
+            or (
+                module_globals._global_backward_hooks
+                and not module_globals._global_is_full_backward_hook
+            )
+            or self._forward_hooks_always_called
+            or module_globals._global_forward_hooks_always_called
+        )
+        replaced = (
+            nn.Module.__call__ is not _TORCH_CALL
+            or nn.Module._call_impl is not _TORCH_CALL_IMPL
+            or "_call_impl" in self.__dict__
+        )
+        if untraceable or replaced:
             return call_untraced(native, self, args, kwargs)
         torch_hooks = (
             [
@@ -66,14 +81,31 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
                 )
             ],
             [
-                (hook, "plain", number in self._forward_hooks_with_kwargs)
+                (
+                    hook,
+                    "plain",
+                    number in self._forward_hooks_with_kwargs
+                    or number in module_globals._global_forward_hooks_with_kwargs,
+                )
                 for number, hook in (
                     *module_globals._global_forward_hooks.items(),
                     *self._forward_hooks.items(),
                 )
             ],
-            [(hook, "plain", False) for hook in self._backward_pre_hooks.values()],
-            [(hook, "plain", False) for hook in self._backward_hooks.values()],
+            [
+                (hook, "plain", False)
+                for hook in (
+                    *module_globals._global_backward_pre_hooks.values(),
+                    *self._backward_pre_hooks.values(),
+                )
+            ],
+            [
+                (hook, "plain", False)
+                for hook in (
+                    *module_globals._global_backward_hooks.values(),
+                    *self._backward_hooks.values(),
+                )
+            ],
         )
         registry = self._ferrohook_dispatcher.registry
         # Guarded: points that come later are in no graph that was traced before.
@@ -184,9 +216,7 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
             output = _intervene(hook, output)
             continue
         if kind == "typed":
-            if hook(args[0] if len(args) == 1 else args, output) is not None:
-                msg = "a ForwardHook only observes and must return None, but it returned a value"
-                raise HookTypeError(msg)
+            _check_observer(hook(args[0] if len(args) == 1 else args, output), "ForwardHook")
             continue
         result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         if result is not None:
@@ -269,6 +299,12 @@ def _check_kwargs_result(
     raise RuntimeError(msg)
 
 
+def _check_observer(result: Any, kind: str) -> None:
+    if result is not None:
+        msg = f"a {kind} only observes and must return None, but it returned a value"
+        raise HookTypeError(msg)
+
+
 def _check_typed_result(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(result, tuple) and len(result) == len(args):
         return result
@@ -285,7 +321,7 @@ def _plain_backward(hook: Any, kind: str) -> Any:
     """Returns a backward hook of PyTorch's contract."""
 
     def observe(_module: Any, grad_input: Any, grad_output: Any) -> None:
-        hook(grad_input, grad_output)
+        _check_observer(hook(grad_input, grad_output), "BackwardHook")
 
     def change(_module: Any, gradients: Any, _grad_output: Any = None) -> Any:
         part = hook[1]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 from torch import jit, nn
 
-from ferrohook.attach.classes import common_subclass, plain_class
+from ferrohook.attach.classes import common_subclass, plain_class, writers_of_class
+from ferrohook.attach.hook_info import shown_forward_hooks
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class TransparentWrapper(nn.Module):
         except HookError:
             return wrapper_class(self)
 
+    _forward_hooks = property(shown_forward_hooks)
+
     def __prepare_scriptable__(self) -> NoReturn:
         msg = "torch.jit.script cannot compile hooks: script the module inside, hooked.inner"
         raise HookError(msg)
@@ -120,7 +123,7 @@ def wrapper_class(wrapper: TransparentWrapper) -> type:
 def own_names(wrapper: type[TransparentWrapper]) -> frozenset[str]:
     """Returns the names that a wrapper adds; a module that has one gets no combined class."""
     names = {name for name in dir(wrapper) if not name.startswith("__")}
-    return frozenset(names - {*dir(nn.Module)})
+    return frozenset(names - {*dir(nn.Module())})
 
 
 def class_around(wrapper: type[TransparentWrapper], module: object) -> type[TransparentWrapper]:
@@ -140,8 +143,19 @@ def class_around(wrapper: type[TransparentWrapper], module: object) -> type[Tran
     ):
         return wrapper
 
+    return combined_class(wrapper, cls)
+
+
+def combined_class(wrapper: type[TransparentWrapper], cls: type) -> type[TransparentWrapper]:
+    """Returns the subclass of a wrapper's class and a module's; the former if impossible."""
+
     def members() -> dict[str, Any]:
-        return {"__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+        own = writers_of_class(cls)
+        return {
+            "__module__": wrapper.__module__,
+            "__doc__": wrapper.__doc__,
+            **{name: _delegate(name) for name in own},
+        }
 
     try:
         return common_subclass(wrapper.__name__, wrapper, cls, members)

@@ -55,7 +55,8 @@ class Scope(Frame):
     def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Wraps `fn` for executors: the scope is active while it runs, in whichever thread.
 
-        For a coroutine function, the scope is active while its coroutine runs.
+        For a coroutine function (also as the `__call__` of an object), the scope is active while
+        its coroutine runs.
 
         Raises:
             HookTypeError: `fn` is not callable; or it is a generator function, whose body runs
@@ -65,10 +66,16 @@ class Scope(Frame):
         if not callable(fn):
             msg = f"wrap needs a callable, got {type(fn).__name__}"
             raise HookTypeError(msg)
-        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        inside: Any = fn
+        while isinstance(inside, functools.partial):
+            inside = inside.func
+        bodies = (inside, type(inside).__call__)
+        if any(map(inspect.isgeneratorfunction, bodies)) or any(
+            map(inspect.isasyncgenfunction, bodies)
+        ):
             msg = "a generator's body runs after the call: use activate() inside it, not wrap()"
             raise HookTypeError(msg)
-        if inspect.iscoroutinefunction(fn):
+        if any(map(inspect.iscoroutinefunction, bodies)):
 
             @functools.wraps(fn)
             async def wrapped_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:

@@ -79,10 +79,15 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
 def same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     """Makes a tuple of the class of another."""
     cls: Any = type(value)
-    if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
+    # One of torch.return_types, or a shape: `tuple.__new__` refuses both.
+    if hasattr(cls, "n_sequence_fields") or cls is torch.Size:
         return cls(items)
-    # Constructors of tuple subclasses may take anything; only `_make` of named tuples is safe.
-    return getattr(cls, "_make", tuple)(items)
+    if cls is tuple or hasattr(cls, "_make"):
+        return getattr(cls, "_make", tuple)(items)
+    made: Any = tuple.__new__(cls, items)  # the constructor may take anything
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def repacked(sequence: PackedSequence, data: Any) -> Any:

@@ -68,8 +68,14 @@ impl Dispatcher {
     }
 
     /// Makes the dispatcher of a shallow copy of the module, which shares the hooks.
-    fn __copy__(&self, py: Python<'_>) -> Self {
+    pub fn __copy__(&self, py: Python<'_>) -> Self {
         self.for_copy(self.registry.clone_ref(py), true, py)
+    }
+
+    /// True if a module that has this in its `__dict__` uses it. A copy of a module with
+    /// `keep_class` does not: its entry is the original's.
+    pub fn serves(&self, module: &Bound<'_, PyAny>) -> bool {
+        self.guard.lock().is_none() || self.is_of(module, false)
     }
 
     /// The hooks.
@@ -102,7 +108,10 @@ impl Dispatcher {
     }
 
     /// Makes the dispatcher of a deep copy of the module, with copies of the hooks.
-    fn __deepcopy__(&self, py: Python<'_>, memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn __deepcopy__(&self, py: Python<'_>, memo: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        if self.guard.lock().is_some() {
+            return Ok(None); // copies of a module with `keep_class` have no hooks
+        }
         let options = PyDict::new(py);
         options.set_item("memo", memo)?;
         let deepcopy = py.import("copy")?.getattr("deepcopy")?;
@@ -110,7 +119,7 @@ impl Dispatcher {
             .import("functools")?
             .call_method("partial", (deepcopy,), Some(&options))?;
         let registry = Py::new(py, self.registry.get().fork(&copy)?)?;
-        Ok(self.for_copy(registry, false, py))
+        Ok(Some(self.for_copy(registry, false, py)))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -158,6 +167,12 @@ impl Dispatcher {
 
     pub fn shares_hooks(&self) -> bool {
         self.shares_hooks
+    }
+
+    /// True if it is the dispatcher of this module; `unknown` if the module is gone, or not set yet.
+    pub fn is_of(&self, module: &Bound<'_, PyAny>, unknown: bool) -> bool {
+        let own = self.module.upgrade(module.py());
+        own.map_or(unknown, |own| own.is(module))
     }
 
     /// Sets the reference to the module and returns it; a copied dispatcher has none yet.

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PyInt, PyTuple, PyType, PyWeakrefReference};
 
 use crate::attach::dispatcher::{Dispatcher, KeptCall, ModuleRef};
 use crate::attach::wrapper::HookedBase;
@@ -29,7 +29,7 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     let state = instance_dict(module)?;
     let (dispatcher, restored) = {
         let _others_wait = one_at_a_time(module);
-        let Some(dispatcher) = dispatcher_in(&state)? else {
+        let Some(dispatcher) = dispatcher_in(module, &state)? else {
             return Ok(());
         };
         if dispatcher.get().release(explicit) > 0 {
@@ -54,7 +54,8 @@ fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResu
     if kept_call_in(state)?.is_some() {
         state.del_item(intern!(py, KeptCall::KEY))?;
     }
-    let guard = dispatcher_in(state)?.and_then(|dispatcher| dispatcher.get().guard.lock().take());
+    let guard =
+        dispatcher_in(module, state)?.and_then(|dispatcher| dispatcher.get().guard.lock().take());
     if let Some(id) = guard {
         let hooks = pre_hooks(state)?;
         // False: another library removed all hooks.
@@ -72,7 +73,7 @@ fn restore_class(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResu
 pub fn take_off<'py>(module: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
     let state = instance_dict(module)?;
     let _others_wait = one_at_a_time(module);
-    let dispatcher = dispatcher_in(&state)?;
+    let dispatcher = dispatcher_in(module, &state)?;
     if dispatcher.is_some() {
         restore_class(module, &state)??;
     }
@@ -109,7 +110,7 @@ pub fn put_on(
 /// the call that did so.
 #[pyfunction]
 pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    match dispatcher_in(&instance_dict(module)?)? {
+    match dispatcher_in(module, &instance_dict(module)?)? {
         Some(dispatcher) if dispatcher.get().take_copy() => {
             release(module, dispatcher.get().explicit()).map(|()| true)
         }
@@ -130,7 +131,7 @@ pub fn assign_class(
     own_class(py)?;
     let set = {
         let _others_wait = one_at_a_time(module);
-        let class = if dispatcher_in(&state)?.is_some() {
+        let class = if dispatcher_in(module, &state)?.is_some() {
             instrumented
         } else {
             Some(plain)
@@ -193,11 +194,21 @@ pub fn acquire(
         dispatcher.acquire(explicit);
         dispatcher.refer(reference.clone_ref(py))
     };
+    // A replica of DataParallel has the original's, which refers to the original.
+    let inherited = |it: &Bound<'_, Dispatcher>| !it.get().is_of(module, true);
+    let own = dispatcher_in(module, &state)?
+        .filter(inherited)
+        .map(|original| Bound::new(py, original.get().__copy__(py)))
+        .transpose()?;
     {
         let _others_wait = one_at_a_time(module);
-        if let Some(dispatcher) = dispatcher_in(&state)?
+        if let Some(mut dispatcher) = dispatcher_in(module, &state)?
             && is_instrumented(module, &state)?
         {
+            if let Some(own) = own.filter(|_| inherited(&dispatcher)) {
+                state.set_item(intern!(py, Dispatcher::KEY), &own)?;
+                dispatcher = own;
+            }
             return Ok(count(dispatcher.get()));
         }
     }
@@ -211,7 +222,7 @@ pub fn acquire(
     own_class(py)?;
     let change = || {
         let _others_wait = one_at_a_time(module);
-        let dispatcher = dispatcher_in(&state)?;
+        let dispatcher = dispatcher_in(module, &state)?;
         let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
         made.install(module, &state, dispatcher)?;
         Ok(count(dispatcher.get()))
@@ -262,7 +273,7 @@ impl<'py> MadeClass<'py> {
         match &self.kept_call {
             Some(kept_call) => {
                 *dispatcher.get().guard.lock() = Some(self.class.clone().unbind());
-                keep_class(module, state, kept_call, &self.class)
+                keep_class(state, kept_call, &self.class)
             }
             None => set_class(module, &self.class),
         }
@@ -274,7 +285,7 @@ impl<'py> MadeClass<'py> {
 /// module.
 pub fn module_ref(module: &Bound<'_, PyAny>) -> PyResult<Option<Arc<ModuleRef>>> {
     let reference = PyWeakrefReference::new(module)?.unbind();
-    let dispatcher = dispatcher_in(&instance_dict(module)?)?;
+    let dispatcher = dispatcher_in(module, &instance_dict(module)?)?;
     Ok(dispatcher.map(|dispatcher| dispatcher.get().refer(reference)))
 }
 
@@ -296,7 +307,7 @@ pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Regis
     if let Ok(wrapper) = module.cast::<HookedBase>() {
         return wrapper.get().registry(py).cloned();
     }
-    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
+    let Some(dispatcher) = dispatcher_in(module, &instance_dict(module)?)? else {
         return Err(hook_error(
             py,
             format!(
@@ -336,7 +347,7 @@ pub fn release_when_unused(
     attachment: Box<dyn Release>,
 ) -> PyResult<()> {
     if !has_hooks_elsewhere(module)?
-        && let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)?
+        && let Some(dispatcher) = dispatcher_in(module, &instance_dict(module)?)?
     {
         dispatcher.get().global_hooks.add(attachment);
     }
@@ -350,7 +361,7 @@ pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
     if has_hooks_elsewhere(module)? {
         return Ok(());
     }
-    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
+    let Some(dispatcher) = dispatcher_in(module, &instance_dict(module)?)? else {
         return Ok(());
     };
     dispatcher.get().global_hooks.release_unused(module.py())?;
@@ -360,10 +371,14 @@ pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
-fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
+fn dispatcher_in<'py>(
+    module: &Bound<'py, PyAny>,
+    state: &Bound<'py, PyDict>,
+) -> PyResult<Option<Bound<'py, Dispatcher>>> {
     let found = state.get_item(intern!(state.py(), Dispatcher::KEY))?;
     // None: the dict was pickled and restored by other code.
-    Ok(found.and_then(|found| found.cast_into().ok()))
+    let found = found.and_then(|found| found.cast_into::<Dispatcher>().ok());
+    Ok(found.filter(|found| found.get().serves(module)))
 }
 
 /// True if the calls of a module run by its dispatcher.
@@ -374,14 +389,12 @@ fn is_instrumented(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyRe
 /// Lets a module keep its class. `id`: key of the guard, an int of torch's own counter, as libraries
 /// expect.
 fn keep_class(
-    module: &Bound<'_, PyAny>,
     state: &Bound<'_, PyDict>,
     call: &Bound<'_, KeptCall>,
     id: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let py = state.py();
-    let module = PyWeakrefReference::new(module)?.unbind();
-    pre_hooks(state)?.set_item(id, KeptGuard { module })?;
+    pre_hooks(state)?.set_item(id, KeptGuard)?;
     state.set_item(intern!(py, KeptCall::KEY), call)
 }
 
@@ -389,21 +402,27 @@ fn keep_class(
 /// place of the call that runs its hooks. It is there for Dynamo too, which calls `forward` of a module
 /// without hooks, and guards that it has none; and for fast paths of torch that call no submodules.
 #[pyclass(frozen, module = "ferrohook._core")]
-struct KeptGuard {
-    /// Weak: the module has this. Its copies have it as well.
-    module: Py<PyWeakrefReference>,
-}
+struct KeptGuard;
 
 #[pymethods]
 impl KeptGuard {
+    #[getter]
+    fn __name__(&self) -> &'static str {
+        "keep_class"
+    }
+
+    /// Raises; `torch.jit.script` reads it, to compile a hook.
+    #[getter]
+    fn __globals__(&self, py: Python<'_>) -> PyResult<()> {
+        let message = "torch.jit.script cannot compile a module of keep_class: restore it first";
+        Err(hook_error(py, message))
+    }
+
     #[pyo3(signature = (module, _args))]
     fn __call__(&self, module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, state) = (module.py(), instance_dict(module)?);
-        let own = self.module.bind(py).upgrade();
-        let Some(dispatcher) =
-            dispatcher_in(&state)?.filter(|_| own.is_some_and(|it| it.is(module)))
-        else {
-            return Ok(());
+        let Some(dispatcher) = dispatcher_in(module, &state)? else {
+            return Ok(()); // a copy, which has this too
         };
         let registry = dispatcher.get().registry(py).get();
         if is_instrumented(module, &state)? || registry.work().is_none() {

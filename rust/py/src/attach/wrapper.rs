@@ -27,6 +27,8 @@ pub struct HookedBase {
     cache: InstanceCache,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
+    /// True if the wrapper is a shallow copy: it shares the hooks of the original.
+    shares_hooks: AtomicBool,
 }
 
 impl HookedBase {
@@ -113,6 +115,7 @@ impl HookedBase {
             cache: InstanceCache::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
+            shares_hooks: AtomicBool::new(false),
         }
     }
 
@@ -121,8 +124,10 @@ impl HookedBase {
         slf: &Bound<'_, Self>,
         inner: &Bound<'_, PyAny>,
         registry: &Bound<'_, Registry>,
+        shares_hooks: bool,
     ) -> PyResult<()> {
         let this = slf.get();
+        this.shares_hooks.store(shares_hooks, Ordering::Relaxed);
         let first = this.inner.set(inner.clone().unbind()).is_ok();
         let first = this.registry.set(registry.clone().unbind()).is_ok() && first;
         if first {
@@ -134,9 +139,14 @@ impl HookedBase {
         ))
     }
 
-    /// Marks the module as released by `into_inner`.
-    fn _release(&self) {
+    /// Marks the module as released by `into_inner`, and removes the hooks, unless they are those of
+    /// the wrapper that this one is a copy of.
+    fn _release(&self, py: Python<'_>) -> PyResult<()> {
         self.released.store(true, Ordering::Release);
+        if !self.shares_hooks.load(Ordering::Relaxed) {
+            self.registry(py)?.get().clear(None);
+        }
+        Ok(())
     }
 
     /// The wrapped module.

@@ -87,9 +87,13 @@ impl Torch {
     /// True if torch has no hooks for all modules and traces nothing.
     fn idle(&self, py: Python<'_>) -> PyResult<bool> {
         let hooks = self.globals.bind(py);
-        let tracing = self.trace_globals.bind(py);
-        Ok(self.no_global_hooks.empty(hooks, &self.global_hooks)?
-            && self.not_traced.empty(tracing, &self.trace_map)?)
+        Ok(self.no_global_hooks.empty(hooks, &self.global_hooks)? && !self.traces(py)?)
+    }
+
+    /// True while torch.jit traces a module.
+    fn traces(&self, py: Python<'_>) -> PyResult<bool> {
+        let globals = self.trace_globals.bind(py);
+        Ok(!self.not_traced.empty(globals, &self.trace_map)?)
     }
 
     /// True if `method` is torch's own definition of a method of `nn.Module`, and no replacement by

@@ -60,8 +60,12 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(call_impl, TorchHooks::none()));
             }
         }
-        // Records the module's name while torch.jit traces, else only calls forward.
-        let forward = module.getattr(intern!(py, "_slow_forward"))?;
+        // Records the module's name while torch.jit traces.
+        let forward = module.getattr(if torch.traces(py)? {
+            intern!(py, "_slow_forward")
+        } else {
+            intern!(py, "forward")
+        })?;
         Ok(Self::Special(forward, TorchHooks::of(state)))
     }
 

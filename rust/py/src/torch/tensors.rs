@@ -130,16 +130,11 @@ fn tuple_with_items<'py>(
     items: Vec<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tuple.py();
-    let items = PyTuple::new(py, items)?;
     if tuple.is_exact_instance_of::<PyTuple>() {
-        Ok(items.into_any())
-    } else if let Some(make) = tuple.getattr_opt(intern!(py, "_make"))? {
-        make.call1((items,)) // a named tuple
-    } else if tuple.hasattr(intern!(py, "n_sequence_fields"))? {
-        tuple.get_type().call1((items,)) // one of torch.return_types
-    } else {
-        Ok(items.into_any()) // constructors of other subclasses are unknown
+        return Ok(PyTuple::new(py, items)?.into_any());
     }
+    py.import(intern!(py, "ferrohook.util.tensors"))?
+        .call_method1(intern!(py, "same_tuple"), (tuple, items))
 }
 
 /// Returns a tensor that has its memory for itself: a copy, unless it fills its storage already.
