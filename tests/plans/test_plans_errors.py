@@ -64,6 +64,21 @@ def test_what_a_model_lacks_is_told_at_prepare(
     assert state(model) == before
 
 
+def test_a_norm_tells_its_width() -> None:
+    model = nn.Sequential(nn.LayerNorm((3, WIDTH)), nn.LayerNorm(WIDTH))
+    for name in ("0", "1"):
+        fh.Plan(fh.on(name, fh.Add(torch.ones(WIDTH)))).prepare(model).close()
+        with pytest.raises(fh.HookTypeError, match=rf"width of 9, but the output of '{name}'.* 4"):
+            fh.Plan(fh.on(name, fh.Add(torch.ones(9)))).prepare(model)
+
+
+def test_a_prepared_plan_without_its_model_says_so() -> None:
+    prepared = fh.Plan(fh.keep("act")).prepare(Net(WIDTH))
+    gc.collect()
+    with pytest.raises(fh.HookError, match="was garbage-collected: keep a reference"):
+        prepared.places(0)
+
+
 def test_a_width_that_is_not_known_is_told_at_the_first_call() -> None:
     model = Net(WIDTH)
     plan = fh.Plan(fh.on("embed", ignore), fh.on("act", fh.Ablate(torch.ones(9))))
