@@ -66,6 +66,13 @@ _CLASS = vars(object)["__class__"]
 copyreg.pickle(Dispatcher, lambda _: (type(None), ()))  # type: ignore[arg-type, return-value]
 
 
+def _set_forward_hooks(module: nn.Module, hooks: Any) -> None:
+    if _KEY not in vars(module):
+        # Runs in `nn.Module.__init__` of an instance made by `type(module)(...)`.
+        _CLASS.__set__(module, plain_class(type(module)))
+    vars(module)["_forward_hooks"] = hooks
+
+
 class Instrumented(nn.Module):
     """Mixin of the class of an instrumented module.
 
@@ -91,18 +98,9 @@ class Instrumented(nn.Module):
     def __class__(self, plain: type) -> None:
         _assign_class(self, plain_class(plain))
 
-    _forward_hooks = property(shown_forward_hooks)
-
-    @_forward_hooks.setter
-    def _forward_hooks(self, hooks: Any) -> None:
-        if _KEY not in vars(self):
-            # Runs in `nn.Module.__init__` of an instance made by `type(module)(...)`.
-            _CLASS.__set__(self, plain_class(type(self)))
-        vars(self)["_forward_hooks"] = hooks
-
-    @_forward_hooks.deleter
-    def _forward_hooks(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        del vars(self)["_forward_hooks"]
+    _forward_hooks = property(
+        shown_forward_hooks, _set_forward_hooks, lambda self: vars(self).pop("_forward_hooks")
+    )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (nn.Module's docstring)
         # Compiles the module without the hooks of its registry, which run around the compiled call.

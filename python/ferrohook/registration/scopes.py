@@ -80,7 +80,7 @@ class Scope(Frame):
             @functools.wraps(fn)
             async def wrapped_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
                 with self.activate():
-                    return await fn(*args, **kwargs)
+                    return await cast("Any", fn)(*args, **kwargs)
 
             return cast("Callable[P, R]", wrapped_coroutine)
 

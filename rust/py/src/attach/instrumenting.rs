@@ -407,19 +407,23 @@ struct KeptGuard;
 #[pymethods]
 impl KeptGuard {
     #[getter]
-    fn __name__(&self) -> &'static str {
+    fn __name__(_slf: &Bound<'_, Self>) -> &'static str {
         "keep_class"
     }
 
     /// Raises; `torch.jit.script` reads it, to compile a hook.
     #[getter]
-    fn __globals__(&self, py: Python<'_>) -> PyResult<()> {
+    fn __globals__(slf: &Bound<'_, Self>) -> PyResult<()> {
         let message = "torch.jit.script cannot compile a module of keep_class: restore it first";
-        Err(hook_error(py, message))
+        Err(hook_error(slf.py(), message))
     }
 
     #[pyo3(signature = (module, _args))]
-    fn __call__(&self, module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn __call__(
+        _slf: &Bound<'_, Self>,
+        module: &Bound<'_, PyAny>,
+        _args: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let (py, state) = (module.py(), instance_dict(module)?);
         let Some(dispatcher) = dispatcher_in(module, &state)? else {
             return Ok(()); // a copy, which has this too
