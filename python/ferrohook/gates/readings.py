@@ -55,15 +55,9 @@ class Reading(ABC):
             )
             raise HookTypeError(msg)
         flat = vectors.flatten(1).to(torch.float32)
-        if (reason := self.refusal(flat.shape[1])) is not None:
+        if (reason := refusal_of(self, flat.shape[1])) is not None:
             raise HookTypeError(reason)
         return self._read(flat)
-
-    def refusal(self, width: int) -> str | None:
-        """Returns why it cannot read vectors of a width; None if it can."""
-        if self.width in {None, width}:
-            return None
-        return f"{self!r} reads vectors of width {self.width}, got {width}"
 
     @property
     def width(self) -> int | None:
@@ -112,6 +106,15 @@ class Reading(ABC):
         """Validates a field that is a finite number."""
         number = finite(getattr(self, name), f"{name} of {type(self).__name__}")
         object.__setattr__(self, name, number)
+
+
+def refusal_of(reading: Reading, width: int) -> str | None:
+    """Returns why a reading cannot read vectors of a width; None if it can."""
+    if isinstance(reading, TokenProbability) and max(reading.ids) >= width:
+        return f"token id {max(reading.ids)} of {reading!r} is out of range of {width} logits"
+    if reading.width in {None, width}:
+        return None
+    return f"{reading!r} reads vectors of width {reading.width}, got {width}"
 
 
 def reading_key(reading: Reading) -> tuple[Any, ...]:
@@ -369,12 +372,6 @@ class TokenProbability(Reading):
             msg = f"ids of TokenProbability must be token ids, each once, got {list(given)}"
             raise ValueError(msg)
         object.__setattr__(self, "ids", tuple(given))
-
-    def refusal(self, width: int) -> str | None:
-        """Returns why it cannot read vectors of a width; None if it can."""
-        if max(self.ids) < width:
-            return None
-        return f"token id {max(self.ids)} of {self!r} is out of range of {width} logits"
 
     def _read(self, vectors: Tensor) -> Tensor:
         return vectors.softmax(-1)[:, list(self.ids)].sum(-1)

@@ -13,6 +13,7 @@ from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.dictionaries.transcoded import one_place
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.gates.conditions import Ramp
+from ferrohook.gates.readings import refusal_of
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.tokens.tracking import with_tokens_ahead
@@ -87,7 +88,7 @@ def _check_gate(entry: GateEntry, places: dict[str, Place]) -> None:
         shape = place.shape
         if place.head is not None or shape is None or len(shape) != _VECTORS:
             continue  # a call shows the width
-        if (reason := reading.refusal(shape[-1])) is not None:
+        if (reason := refusal_of(reading, shape[-1])) is not None:
             msg = f"{reason} at {name}"
             raise HookTypeError(msg)
 

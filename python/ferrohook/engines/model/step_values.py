@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ferrohook.attach.attention import is_point
 from ferrohook.effects.intervention import Intervention
 from ferrohook.effects.parts import part_of
+from ferrohook.gates.readings import refusal_of
 from ferrohook.plans.entries import Entry, GateEntry, HookEntry, KeepEntry
 from ferrohook.quantity.anatomy.observe import observing
 from ferrohook.util.tensors import parts, rebuilt, tensors_in
@@ -285,7 +286,7 @@ def check_reading(entry: GateEntry, tensor: str, width: int) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if (reason := entry.gate.reading.refusal(width)) is not None:
+    if (reason := refusal_of(entry.gate.reading, width)) is not None:
         msg = f"gate {entry.gate.name!r} does not fit the {tensor}: {reason}"
         raise ValueError(msg)
 
