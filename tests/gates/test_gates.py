@@ -301,6 +301,18 @@ def test_a_token_that_runs_again_has_its_first_reading() -> None:
     assert torch.equal(first[3:], again[3:])
 
 
+def test_the_last_token_of_a_step_that_runs_again_counts_once() -> None:
+    net = nn.Sequential(nn.Embedding(8, WIDTH), nn.Identity())
+    gate = fh.gate("g", "0", fh.Norm(), over="so_far", by="mean")
+    request = fh.Plan(gate, fh.keep("@gate.g")).prepare(net).open()
+    values = []
+    for ids, positions in (([1, 2, 3], [0, 1, 2]), ([4], [2])):
+        with fh.batch({request: [*range(len(ids))]}, positions=torch.tensor(positions)):
+            net(torch.tensor(ids))
+        values.append(request.acts["@gate.g"].clone())
+    assert torch.equal(*values)
+
+
 def test_gradients_reach_values_and_not_comparisons() -> None:
     own = copy.deepcopy(model()).requires_grad_(requires_grad=False)
     embedded = own.get_input_embeddings()(IDS).detach().requires_grad_()
@@ -545,11 +557,11 @@ def test_a_plan_that_reads_nothing_leaves_the_checks_of_others() -> None:
         fh.run(model(), IDS, plan=late)
 
 
-def test_texts_that_share_a_row_are_refused() -> None:
+@pytest.mark.parametrize(("packed", "position"), [([0, 1, 2, 0, 1], 0), ([0, 1, 1, 2, 3], 1)])
+def test_texts_that_share_a_row_are_refused(packed: list[int], position: int) -> None:
     plan = fh.Plan(GATE, fh.keep("@gate.g"))
-    packed = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(fh.HookError, match="two tokens at position 0 of one row"):
-        fh.run(model(), IDS, position_ids=packed, plan=plan)
+    with pytest.raises(fh.HookError, match=f"two tokens at position {position} of one row"):
+        fh.run(model(), IDS, position_ids=torch.tensor([packed]), plan=plan)
 
 
 @pytest.mark.parametrize("over", ["token", "so_far", fh.window(2)])
