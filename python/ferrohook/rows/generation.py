@@ -126,8 +126,8 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         HookTypeError: `requests` is not a list of these.
         HookError: the model takes no tokens.
         RowsError: no request, one for several prompts, or requests of several models; when the
-            model is called, more rows than prompts, as with beams, or a call by a logits processor,
-            as with `guidance_scale`.
+            model is called, more rows than prompts, as with beams, a call by a logits processor, as
+            with `guidance_scale`, or other texts after the first ones.
 
     Examples:
         >>> a, b = plan_a.prepare(model).open(), plan_b.prepare(model).open()
