@@ -131,7 +131,7 @@ def from_transformerlens(names: Names) -> None:
 
 def from_transformers(names: Names) -> None:
     assert names["states"][1].dtype == torch.float16
-    assert type(names["model"].layers[0]) is names["Halve"]
+    assert isinstance(names["model"].layers[0], names["Halve"])
 
 
 def plotting(names: Names) -> None:
