@@ -102,7 +102,7 @@ def _raising(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", [fh.Scale(3e38), _raising], ids=["not finite", "raises"])
-def test_a_row_beyond_the_answer_fails_nobody(models: tuple[Any, Any], hook: Any) -> None:
+def test_a_row_beyond_the_answer_fails_no_request(models: tuple[Any, Any], hook: Any) -> None:
     # The last token of an answer is in flight as the answer is given out.
     on_gpu, on_cpu = models
     jobs = [Job(job.prompt, kept=(LAYER,)) for job in random_jobs(NUMBER, seed=7, longest=20)]

@@ -221,7 +221,7 @@ def test_a_failure_is_the_exception_of_the_hook_and_keeps_no_request(
     assert gone() is None
 
 
-def test_positions_are_not_known_behind_a_dimension_of_heads() -> None:
+def test_positions_are_not_known_after_a_dimension_of_heads() -> None:
     class Heads(nn.Module):
         def forward(self, input_ids: Tensor) -> Tensor:
             return torch.stack([input_ids, -input_ids])
