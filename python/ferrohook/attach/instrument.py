@@ -98,7 +98,7 @@ class Instrumented(nn.Module):
     def __class__(self, plain: type) -> None:
         _assign_class(self, plain_class(plain))
 
-    _forward_hooks = property(
+    _forward_hooks: Any = property(
         shown_forward_hooks, _set_forward_hooks, lambda self: vars(self).pop("_forward_hooks")
     )
 

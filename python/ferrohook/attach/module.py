@@ -235,7 +235,8 @@ def _unpickled(cls: type[HookedModule[Any]], module: nn.Module) -> HookedModule[
 
 def _empty(cls: type[TransparentWrapper], *plain: type) -> Any:
     """Makes a wrapper that wraps no module yet."""
-    return HookedBase.__new__(combined_class(cls, *plain) if plain else cast("Any", cls))
+    made: Any = combined_class(cls, *plain) if plain else cls
+    return HookedBase.__new__(made)
 
 
 def _fill(wrapper: HookedModule[Any], module: nn.Module) -> None:

@@ -77,7 +77,7 @@ class TransparentWrapper(nn.Module):
         except HookError:
             return wrapper_class(self)
 
-    _forward_hooks = property(shown_forward_hooks)
+    _forward_hooks: Any = property(shown_forward_hooks)
 
     def __prepare_scriptable__(self) -> NoReturn:
         msg = "torch.jit.script cannot compile hooks: script the module inside, hooked.inner"
