@@ -483,11 +483,10 @@ def test_inductor_keeps_the_order_of_hooks() -> None:
 
 def test_sites_keep_no_batch_that_was_left() -> None:
     own = copy.deepcopy(model())
-    scope = fh.scope()
-    fh.register(own, "body.first", fh.Scale(2.0), scope=scope)
-    batch = fh.batch({scope: slice(0, ROWS)}, positions=torch.arange(ROWS))
+    request = fh.Plan(fh.on("body.first", fh.Scale(2.0))).prepare(own).open()
+    batch = fh.batch({request: slice(0, ROWS)}, positions=torch.arange(ROWS))
     gone = weakref.ref(batch)
-    with fh.rows.sites(own, "*"):
+    with fh.rows.sites(own, "body.first"):
         with torch.no_grad(), batch:
             own(torch.randn(ROWS, WIDTH, dtype=torch.float64))
         del batch
