@@ -92,7 +92,10 @@ REFUSED = [
     (gated(at="prompt", over="prompt"), "at='prompt'.*only from the last token"),
     (gated(at=slice(-2, None)), "only from the last token of the prompt"),
     (gated(at=20), "only from the last token of the prompt"),
-    (gated(reading=fh.TokenProbability([10**6])), "token id 1000000 of gate 'g' is out of ran"),
+    (
+        gated(reading=fh.TokenProbability([10**6])),
+        "gate 'g' does not fit .*token id 1000000 .*out of range",
+    ),
     (gated(reading=fh.Dot(torch.ones(3))), "width 3, got"),
     (gated(inputs=True), "one tensor at a fixed place"),
     (gated(what=["@logits", "model.layers.1"]), "only for the tokens that it samples from"),

@@ -199,7 +199,7 @@ def _gate_at_logits(entry: GateEntry, logits: SampledLogits) -> GateEntry:
         raise ValueError(msg)
     if entry.options:
         raise ValueError(_FIXED.format(_LOGITS))
-    check_reading(entry, _LOGITS, logits.width)
+    check_reading(entry, f"tensor at {_LOGITS}", logits.width)
     options = {} if logits.part is None else {"output_index": logits.part}
     return dataclasses.replace(entry, what=[logits.path], options=options)
 
@@ -241,7 +241,7 @@ def _gate_index(entry: GateEntry, name: str, info: ModuleInfo, modules: ModuleTa
     else:
         width = info.width if index is None else info.part(name, index)[0]
         meant = info.index(name, index)
-    check_reading(entry, name, width)
+    check_reading(entry, f"tensor at {name}", width)
     return meant
 
 
