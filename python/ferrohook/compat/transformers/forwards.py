@@ -397,7 +397,9 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
         return None
     try:
         # Plain ints: Dynamo makes them dynamic once they differ between calls.
-        return [operator.index(each) for each in ([flag] if hasattr(flag, "__index__") else flag)]
+        # A symbolic int of Dynamo has no attributes that older versions of torch can look up.
+        alone = isinstance(flag, int) or hasattr(flag, "__index__")
+        return [operator.index(each) for each in ([flag] if alone else flag)]
     except TypeError as error:
         msg = f"output_hidden_states must be a bool, an index or a list of indices, got {flag!r}"
         raise HookTypeError(msg) from error
