@@ -398,8 +398,8 @@ def _indices(flags: dict[str, Any]) -> list[int] | None:
     try:
         # Plain ints: Dynamo makes them dynamic once they differ between calls.
         # A symbolic int of Dynamo has no attributes that older versions of torch can look up.
-        alone = isinstance(flag, int) or hasattr(flag, "__index__")
-        return [operator.index(each) for each in ([flag] if alone else flag)]
+        several = [flag] if isinstance(flag, int) or hasattr(flag, "__index__") else flag
+        return [operator.index(each) for each in several]
     except TypeError as error:
         msg = f"output_hidden_states must be a bool, an index or a list of indices, got {flag!r}"
         raise HookTypeError(msg) from error
