@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.plans import Unit
 
 WIDTH = 8
 TEXTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
@@ -203,18 +204,6 @@ def test_a_hook_that_acts_nowhere_fails_nobody(way: Way) -> None:
     compare(model, [never, fh.Plan(fh.on("layers.1", fh.Add(right), at=0)), fh.Plan()], way)
     nowhere = fh.Plan(fh.on("layers.1", fh.Add(wrong), at=77))
     compare(model, [nowhere, fh.Plan(fh.on("layers.1", fh.Add(right), at=0)), fh.Plan()], way)
-
-
-class Unit(fh.Intervention):
-    """Scales rows to a length: the derivative of a row of zeros is NaN."""
-
-    vector_field = None
-    number_fields = ("length",)
-
-    @staticmethod
-    def formula(x: Tensor, length: Any) -> Tensor:
-        scaled: Tensor = x / x.norm(dim=-1, keepdim=True) * length
-        return scaled
 
 
 class Positive(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.plans import Net, forward_hook
+from support.plans import Net, Unit, forward_hook
 
 WIDTH = 4
 ROWS = ([0, 1], [4], [6, 3, 2])
@@ -100,16 +100,6 @@ def test_a_vector_shared_by_requests_gets_the_sum() -> None:
         torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
 
 
-class UnitLength(fh.Intervention):
-    """Makes vectors of a length."""
-
-    number_fields = ("length",)
-
-    @staticmethod
-    def formula(x: Tensor, length: Any) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True) * length
-
-
 def test_a_member_without_a_token_at_the_positions_keeps_its_gradient() -> None:
     class Model(nn.Sequential):
         def forward(self, input_ids: Tensor) -> Tensor:
@@ -119,7 +109,7 @@ def test_a_member_without_a_token_at_the_positions_keeps_its_gradient() -> None:
     model = Model(nn.Embedding(8, WIDTH), nn.Identity())
     model[0].weight.data[0] = 0  # padding, whose length has no gradient
     ids, positions = torch.tensor([[0, 3, 4], [1, 2, 3]]), torch.tensor([[-1, 0, 1], [0, 1, 2]])
-    prepared = fh.Plan(fh.on("1", UnitLength(1.0), at=2)).prepare(model)
+    prepared = fh.Plan(fh.on("1", Unit(1.0), at=2)).prepare(model)
     rows = {prepared.open(): row for row in range(2)}
     with fh.batch(rows, positions=positions, lengths=dict.fromkeys(rows, 2)):
         output = model(ids)

@@ -105,3 +105,15 @@ class Tokens(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         del attention_mask  # tells the positions alone
         return self.head(self.embed(input_ids))
+
+
+class Unit(fh.Intervention):
+    """Scales rows to a length: the derivative of a row of zeros is NaN."""
+
+    vector_field = None
+    number_fields = ("length",)
+
+    @staticmethod
+    def formula(x: Tensor, length: Any) -> Tensor:
+        scaled: Tensor = x / x.norm(dim=-1, keepdim=True) * length
+        return scaled

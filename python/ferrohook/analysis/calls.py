@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import at_least
-from ferrohook.util.tensors import leaves_by_path, map_tensors, tensors_in
+from ferrohook.util.tensors import leaves_by_path, map_tensors, normal, tensors_in
 from ferrohook.util.texts import tokenize_hint
 
 if TYPE_CHECKING:
@@ -85,11 +85,7 @@ class ModelCall(NamedTuple):
 
     def recordable(self) -> ModelCall:
         """Returns the call with tensors that autograd can save, outside of inference mode."""
-
-        def own(tensor: Tensor) -> Tensor:
-            return tensor.clone() if tensor.is_inference() else tensor
-
-        args, kwargs = map_tensors(own, (self.args, self.kwargs))
+        args, kwargs = map_tensors(normal, (self.args, self.kwargs))
         return ModelCall(args, kwargs, self.rows)
 
     @property

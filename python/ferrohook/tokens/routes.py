@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrohook._core import to_device
 from ferrohook.effects.routing import Route
 from ferrohook.errors import HookTypeError
 from ferrohook.util.never_trace import never_trace
@@ -50,7 +51,9 @@ class TokenRoute:
         if not taking:
             return None
         if len(taking) < len(rows):
-            places = places.index_select(0, torch.tensor(taking, device=places.device))
+            places = places.index_select(
+                0, to_device(torch.tensor(taking, device="cpu"), places.device)
+            )
         return self._route.change(value, places, *routed.at(index))
 
 

@@ -270,6 +270,11 @@ def after_transforms(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def normal(tensor: Tensor) -> Tensor:
+    """Returns a tensor with a version, which autograd can save: a copy if of inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors are views of one storage."""
     if one is other:

@@ -99,10 +99,10 @@ class Detector(Hook, Collectable):
         """
 
     def clear_captured(self) -> None:
-        """Removes what was collected in this context.
+        """Removes the collected tensors and metadata of this context.
 
         `LayerActivationDetector` and the model detectors remove only their own tensors and shapes,
-        and leave what a subclass of theirs collected.
+        and leave the values that a subclass collected.
         """
         if self._collected:
             self._contents.collect(self._collected, {})

@@ -12,7 +12,7 @@ from ferrohook.captures import tensor_files
 from ferrohook.captures.cache import ActivationCache
 from ferrohook.captures.versions import check_unchanged, versions_of
 from ferrohook.errors import StaleActivationError
-from ferrohook.util.tensors import as_leaf, map_tensors, share_memory
+from ferrohook.util.tensors import as_leaf, map_tensors, normal, share_memory
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +37,7 @@ class _CachedValue:
     __slots__ = ("_value", "_versions")
 
     def __init__(self, value: Any, *, checked: bool = False, stale: bool = False) -> None:
-        self._value = map_tensors(_with_version_tag, value) if checked else value
+        self._value = map_tensors(normal, value) if checked else value
         # No versions: a value that was changed before it was stored.
         self._versions = [] if stale else versions_of(self._value) if checked else None
 
@@ -48,10 +48,6 @@ class _CachedValue:
 
     def unchecked(self) -> Any:
         return self._value
-
-
-def _with_version_tag(tensor: Tensor) -> Tensor:  # inference tensors have none
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 class _Entries(MutableMapping[str, Any]):

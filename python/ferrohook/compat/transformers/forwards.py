@@ -225,7 +225,7 @@ def _match_output(
 ) -> dict[str, tuple[Any, ...]]:
     """Matches recorded values to the output: splits attentions by kind.
 
-    A key without values keeps what the forward itself put there, such as records of a sub-model.
+    A key without values keeps those of the forward itself, such as records of a sub-model.
     """
     matched = {}
     for key, values in recorded.items():

@@ -139,8 +139,8 @@ impl HookedBase {
         ))
     }
 
-    /// Marks the module as released by `into_inner`, and removes the hooks, unless they are those of
-    /// the wrapper that this one is a copy of.
+    /// Marks the module as released by `into_inner`, and removes the hooks. A shallow copy leaves the
+    /// hooks, which it shares.
     fn _release(&self, py: Python<'_>) -> PyResult<()> {
         self.released.store(true, Ordering::Release);
         if !self.shares_hooks.load(Ordering::Relaxed) {

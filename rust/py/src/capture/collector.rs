@@ -20,7 +20,7 @@ use crate::capture::store::{
 use crate::error;
 use crate::rows::places::{Position, TokenPositions, shared_row};
 use crate::torch;
-use crate::torch::tensors::{requires_grad, version};
+use crate::torch::tensors::{is_inference, requires_grad, version};
 
 /// Protection of a captured tensor against later changes in place.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -597,11 +597,7 @@ impl Collector {
         }
         let py = tensor.py();
         // Inference tensors have no version counter. A check is faster than raising and catching.
-        if self.inference.load(Ordering::Relaxed)
-            && tensor
-                .call_method0(intern!(py, "is_inference"))?
-                .is_truthy()?
-        {
+        if self.inference.load(Ordering::Relaxed) && is_inference(&tensor)? {
             return Ok((tensor.call_method0(intern!(py, "clone"))?, None));
         }
         if let Ok(version) = version(&tensor) {

@@ -589,13 +589,11 @@ pub fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
     let texts = |error: &Bound<'_, PyAny>| {
         PyResult::Ok([error.str()?, error.repr()?].map(|it| it.to_string()))
     };
-    let same = |copy: &Bound<'_, PyAny>| -> PyResult<bool> {
-        let alike = copy.get_type().is(value.get_type()) && !copy.is(value);
-        Ok(alike && texts(copy)? == texts(value)?)
-    };
+    let said = texts(value).ok();
     let made = [copy_of, copy_without_init].into_iter().find_map(|make| {
         let copy = make(value).ok()?;
-        same(&copy).unwrap_or_default().then_some(copy)
+        let alike = copy.get_type().is(value.get_type()) && !copy.is(value);
+        (alike && said.is_some() && texts(&copy).ok() == said).then_some(copy)
     });
     made.map_or_else(|| error.clone_ref(py), PyErr::from_value)
 }

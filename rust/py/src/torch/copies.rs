@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::torch::made::StreamOrder;
-use crate::torch::tensors::{outside_inference, requires_grad};
+use crate::torch::tensors::{is_inference, outside_inference, requires_grad};
 
 /// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
 /// wait for a GPU. No code may write to it later.
@@ -88,8 +88,7 @@ impl Copies {
         }
         let tensor = outside_inference(py, || {
             let copy = to_device(&make()?, &device)?; // one of the same device is the tensor itself
-            let of_inference = copy.call_method0(intern!(py, "is_inference"))?;
-            if of_inference.is_truthy()? {
+            if is_inference(&copy)? {
                 return copy.call_method0(intern!(py, "clone"));
             }
             Ok(copy)

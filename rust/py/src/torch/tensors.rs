@@ -424,12 +424,17 @@ pub fn version(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
 /// Reads the version counter of a tensor; None for one that has none.
 pub fn version_if_any(tensor: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     // Asking takes a three-hundredth of raising in C++ and catching.
-    let inference = tensor.call_method0(intern!(tensor.py(), "is_inference"))?;
-    Ok(if inference.is_truthy()? {
+    Ok(if is_inference(tensor)? {
         None
     } else {
         version(tensor).ok()
     })
+}
+
+/// True for a tensor that was made in inference mode: autograd saves none, and none has a version.
+pub fn is_inference(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let inference = tensor.call_method0(intern!(tensor.py(), "is_inference"))?;
+    inference.is_truthy()
 }
 
 /// Makes a tensor of float32 on the host.
