@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 import ferrohook as fh
 
@@ -482,6 +483,19 @@ def test_a_class_name_is_defined_once() -> None:
     twice = {name: sorted(found) for name, found in files.items() if len(found) > 1}
     twice.pop("HookError")  # mi_crow's own class of that name is part of its interface
     assert not twice
+
+
+def test_tensors_that_the_package_makes_are_on_a_named_device() -> None:
+    makers = {each.__name__ for each in _device_constructors()}
+    unnamed = [
+        f"{module}:{call.lineno}"
+        for module, source in python_sources().items()
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in {f"torch.{each}" for each in makers}
+        and not {"device", None} & {each.arg for each in call.keywords}
+    ]
+    assert not unnamed, "torch.set_default_device would move them"
 
 
 def test_what_is_taken_from_a_module_by_its_name_is_there() -> None:

@@ -126,15 +126,15 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     def values_of(row: int, x: Tensor) -> Tensor:
         """Returns the values of all features in a text, (positions, d_sae); 0 where left out."""
         values = dictionary.encode(x).float().cpu()
-        counts = torch.ones(len(values), dtype=torch.bool)
+        counts = torch.ones(len(values), dtype=torch.bool, device="cpu")
         if call.mask is not None:
             counts = call.mask[row].cpu()
         values[~counts | (counts.cumsum(0) <= skip_first)] = 0
         return values
 
-    largest = torch.full((dictionary.d_sae,), -torch.inf)
-    places = torch.zeros(dictionary.d_sae, 2, dtype=torch.int64)
-    counts = torch.zeros(dictionary.d_sae, dtype=torch.int64)
+    largest = torch.full((dictionary.d_sae,), -torch.inf, device="cpu")
+    places = torch.zeros(dictionary.d_sae, 2, dtype=torch.int64, device="cpu")
+    counts = torch.zeros(dictionary.d_sae, dtype=torch.int64, device="cpu")
     read: list[Tensor] = []
     batches = call.batches(batch_size)
     with progress_bar("active features", len(batches), "batch", shown=progress) as advance:
@@ -162,10 +162,12 @@ def active_features(  # noqa: PLR0913 (options by keyword)
     if not found:
         msg = f"no feature of {dictionary!r} is active in these texts"
         raise HookError(msg)
-    kept = torch.tensor([each.feature for each in found])
+    kept = torch.tensor([each.feature for each in found], device="cpu")
     values = torch.stack([values_of(row, own)[:, kept] for row, own in enumerate(read)])
     ids = call.token_ids(values.shape[:2])
-    labels = torch.arange(values.shape[1]).expand(len(values), -1) if ids is None else ids
+    labels = (
+        torch.arange(values.shape[1], device="cpu").expand(len(values), -1) if ids is None else ids
+    )
     shown = torch.ones_like(labels, dtype=torch.bool) if call.mask is None else call.mask
     text_of: Callable[[int], str] = str if ids is None else decoding
     texts = [

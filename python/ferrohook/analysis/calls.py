@@ -185,7 +185,7 @@ def score(metric: Callable[[Any], Any], output: Any) -> Tensor:
     """
     value = metric(output)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    found = torch.tensor(value, dtype=torch.float64) if number else value
+    found = torch.tensor(value, dtype=torch.float64, device="cpu") if number else value
     rows = {len(each) for each in tensors_in(output) if each.dim()}
     if (
         not isinstance(found, Tensor)

@@ -132,7 +132,7 @@ class Effects(Printed):
         axes = ("name", *self.over)
         lines = []
         for index in torch.cartesian_prod(
-            *[torch.arange(size) for size in (*self.values.shape, 1)]
+            *[torch.arange(size, device="cpu") for size in (*self.values.shape, 1)]
         )[:, :-1].tolist():
             line = dict(zip(axes, [self.names[index[0]], *index[1:]], strict=True))
             if self.tokens is not None and "position" in line:

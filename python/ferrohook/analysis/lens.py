@@ -191,10 +191,10 @@ def _check_last(targets: Targets, call: ModelCall, last: str, state: Tensor, out
         HookError: they do not, as where other layers follow.
     """
     changed, before = state.clone(), _logits(output)
-    mask = torch.ones(before.shape[:2], dtype=torch.bool)
+    mask = torch.ones(before.shape[:2], dtype=torch.bool, device="cpu")
     if call.mask is not None and call.mask.shape == mask.shape:
         mask = call.mask.cpu()
-    texts, first = torch.arange(len(mask)), mask.int().argmax(1)
+    texts, first = torch.arange(len(mask), device="cpu"), mask.int().argmax(1)
     changed[texts, first] = -changed[texts, first].flip(-1)
     with targets.changed({last: lambda _: changed}):
         logits = _logits(call.run(targets.model))

@@ -38,11 +38,13 @@ class FrozenNorm(NamedTuple):
             HookError: the norm is none of the known kinds.
         """
         width = stream.shape[-1]
-        signs = torch.ones(width).double()
+        signs = torch.ones(width, device="cpu").double()
         signs[1::2] = -1
         if width % 2:
-            signs[-3:] = torch.tensor([1.0, 1.0, -2.0])  # the mean is 0
-        probes = torch.stack([torch.zeros(width), signs, torch.linspace(0.5, 1.5, width)])
+            signs[-3:] = torch.tensor([1.0, 1.0, -2.0], device="cpu")  # the mean is 0
+        probes = torch.stack(
+            [torch.zeros(width, device="cpu"), signs, torch.linspace(0.5, 1.5, width, device="cpu")]
+        )
         probes = probes[:, None].to(stream)
         with torch.no_grad():
             # One at a time, in the dimensions of the stream.

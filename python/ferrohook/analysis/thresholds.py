@@ -75,7 +75,12 @@ class ThresholdTable(Printed):
         """Returns the printed table, headings first; of many thresholds some."""
         columns = self._columns()
         count = len(self.thresholds)
-        spread = torch.linspace(0, count - 1, min(count, _MOST_LINES)).round().long().tolist()
+        spread = (
+            torch.linspace(0, count - 1, min(count, _MOST_LINES), device="cpu")
+            .round()
+            .long()
+            .tolist()
+        )
         at_best = int((self.thresholds - self.best).abs().argmin())
         lines = []
         for line in sorted({*spread, at_best}):
@@ -165,5 +170,5 @@ def _scores(model: nn.Module, entry: GateEntry, inputs: Any, name: str) -> Tenso
                 found.append(-math.inf)
                 continue
             each = aggregation.values(read, counts)
-            found.append(float(torch.tensor(each, dtype=torch.float64).max()))
-    return torch.tensor(found, dtype=torch.float64)
+            found.append(float(torch.tensor(each, dtype=torch.float64, device="cpu").max()))
+    return torch.tensor(found, dtype=torch.float64, device="cpu")

@@ -139,7 +139,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
 
 def _check_converts(dtype: torch.dtype) -> None:
     try:
-        torch.empty(1).to(dtype)
+        torch.empty(1, device="cpu").to(dtype)
     except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
         msg = f"dtype must be one that floating-point tensors can be converted to, got {dtype}"
         raise HookTypeError(msg) from error

@@ -116,7 +116,7 @@ def _try_hook(*, compiled: bool) -> str:
         if compiled:
             # The backend "eager": hooks matter only to tracing.
             model = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[assignment]
-        works = bool(model(torch.zeros(1)) == 1)
+        works = bool(model(torch.zeros(1, device="cpu")) == 1)
     except Exception as error:
         return f"failed: {describe(error)}"
     return WORKS if works else "failed: a hook did not fire"

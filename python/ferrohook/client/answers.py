@@ -142,10 +142,10 @@ class Embedded:
 def embedded(body: Mapping[str, Any]) -> tuple[Embedded, list[str]]:
     """Reads the answer of a service; returns the modules that never ran too."""
     captures = {
-        name: {kind: torch.tensor(value) for kind, value in kinds.items()}
+        name: {kind: torch.tensor(value, device="cpu") for kind, value in kinds.items()}
         for name, kinds in body["captures"].items()
         if kinds is not None
     }
     missing = [name for name, kinds in body["captures"].items() if kinds is None]
-    vectors = torch.tensor(body["embeddings"])
+    vectors = torch.tensor(body["embeddings"], device="cpu")
     return Embedded(vectors, captures, body["counts"], body["shared"]), missing

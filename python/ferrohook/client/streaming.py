@@ -96,8 +96,14 @@ class _Events:
             return None
         return TextChunk(
             text=piece or "",
-            gates={name: torch.tensor(numbers_of(values)) for name, values in gates.items()},
-            positions={name: torch.tensor(values["positions"]) for name, values in gates.items()},
+            gates={
+                name: torch.tensor(numbers_of(values), device="cpu")
+                for name, values in gates.items()
+            },
+            positions={
+                name: torch.tensor(values["positions"], device="cpu")
+                for name, values in gates.items()
+            },
         )
 
     def end(self) -> Generated:

@@ -86,8 +86,8 @@ class TokenRows:
         if padding is not None and padding.shape == ids.shape:
             positions = padding.long().cumsum(1) - 1
         else:
-            positions = torch.arange(length).expand_as(ids)
-        numbers = (self._texts + torch.arange(texts))[:, None].expand_as(ids)
+            positions = torch.arange(length, device="cpu").expand_as(ids)
+        numbers = (self._texts + torch.arange(texts, device="cpu"))[:, None].expand_as(ids)
         self._texts += texts
         parts = dict(zip(PARTS, (ids.long(), positions, numbers), strict=True))
         if mask is not None:

@@ -41,7 +41,7 @@ _MARKS: Final = ("only_active", "changed")
 _NOTHING: Final = contextlib.nullcontext()
 UNITS: Final = ("raw", "max")
 """Units of a feature's values: its own, and its largest known one."""
-_STAND_IN: Final = torch.zeros(1, 1)
+_STAND_IN: Final = torch.zeros(1, 1, device="cpu")
 """The vector that native code asks for and the formula does not need. It has no width."""
 ONLY_IN_PLANS: Final = (
     "features of a transcoder are read at one place and changed at another, which only a plan "
@@ -156,7 +156,7 @@ class _Edit:
         places = {feature: place for place, feature in enumerate(index)}
         absent = NUMBERS | dict.fromkeys(_MARKS, False)
         tables = {
-            name: torch.full((len(edits), len(index)), absent[name], dtype=each.dtype)
+            name: torch.full((len(edits), len(index)), absent[name], dtype=each.dtype, device="cpu")
             for name, each in edits[0]._tables.items()
         }
         for member, edit in enumerate(edits):
@@ -303,7 +303,9 @@ class Feature(Intervention):
             raise ValueError(msg)
         own = {
             name: torch.tensor(
-                [absent if it is None else it for it in numbers[name]], dtype=torch.float64
+                [absent if it is None else it for it in numbers[name]],
+                dtype=torch.float64,
+                device="cpu",
             )
             for name, absent in NUMBERS.items()
         }
@@ -311,8 +313,8 @@ class Feature(Intervention):
             maxima = maxima_of(dictionary, places)
             own |= {name: own[name] * maxima for name in _OF_VALUES}
         part: Any = check_output_index(output_index, "output_index of Feature")
-        own["only_active"] = torch.full((len(places),), only_active)
-        own["changed"] = torch.ones(len(places), dtype=torch.bool)
+        own["only_active"] = torch.full((len(places),), only_active, device="cpu")
+        own["changed"] = torch.ones(len(places), dtype=torch.bool, device="cpu")
         edit = _Edit(dictionary, places, own)
         self = InterventionBase.__new__(
             cls,

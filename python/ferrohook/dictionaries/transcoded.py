@@ -105,7 +105,7 @@ class TranscodedFeature:
             acts, strengths = self._condition(request, tokens)
             if not any(acts):
                 return None
-            acting = torch.tensor([place for place, each in enumerate(acts) if each])
+            acting = torch.tensor([place for place, each in enumerate(acts) if each], device="cpu")
             if strengths is not None:
                 strength = to_device(strengths[acting.to(strengths.device), None], change.device)
             acting = to_device(acting, change.device)

@@ -15,7 +15,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import OutputIndex, check_output_index, expect
 from ferrohook.util.never_trace import never_trace, never_trace_frame, untraced_copy
 from ferrohook.util.streams import Made, made
-from ferrohook.util.tensors import content_of
+from ferrohook.util.tensors import as_tensor, content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -226,7 +226,7 @@ class Intervention(InterventionBase):
                 for number in range(torch.cuda.device_count())
             )
         scales, numbers_as = (
-            tuple(torch.tensor(each, dtype=torch.float64) for each in group)
+            tuple(torch.tensor(each, dtype=torch.float64, device="cpu") for each in group)
             for group in (self._scales, numbers)
         )
         return type(self), self.output_index, vector, on_gpus, scales, numbers_as
@@ -242,7 +242,10 @@ class Intervention(InterventionBase):
         if not vectors:
             dtype = number_dtype(dtype)
         with torch.inference_mode(mode=False):  # a later call may record a graph
-            made = [to_device(torch.tensor(each, dtype=dtype)[:, None], device) for each in columns]
+            made = [
+                to_device(torch.tensor(each, dtype=dtype, device="cpu")[:, None], device)
+                for each in columns
+            ]
             return (torch.stack(vectors), *made) if vectors else tuple(made)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -256,7 +259,8 @@ class Intervention(InterventionBase):
         yield "add" if self.adds else "change"
         if self.output_index is not None:
             yield "output_index"
-        values = [torch.as_tensor(value) for value in self.values if value is not None]
+        given = (value for value in self.values if value is not None)
+        values = [as_tensor(value) for value in given]
         if self.broadcasts and any(value.dim() > 1 for value in values):
             yield "table"
         if any(value.requires_grad for value in values):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook.effects.parts import part_of, with_part
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import at_least, describe
-from ferrohook.util.tensors import content_of
+from ferrohook.util.tensors import as_tensor, content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -346,7 +346,7 @@ def _ids_of(given: Any, name: str, dims: tuple[int, int], shapes: str) -> Tensor
         ValueError: a shape or an id that no ids can have.
     """
     try:
-        found = torch.as_tensor(given)
+        found = as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         msg = f"{name} must be ints in a tensor, an array or lists, got {describe(given)}: {error}"
         raise HookTypeError(msg) from error
@@ -386,7 +386,7 @@ def _check_rows(ids: Tensor, name: str) -> None:
 
 
 def _weights_of(given: Any, ids: Tensor) -> Tensor:
-    weights = torch.as_tensor(given)
+    weights = as_tensor(given)
     if not weights.is_floating_point():
         msg = f"weights of Route must be floats, got {weights.dtype}"
         raise HookTypeError(msg)

@@ -155,8 +155,10 @@ def check_salt(salt: str | None) -> None:
 def wanted(at: At, prompt: int, tokens: int) -> Tensor:
     """Returns which of the first positions of a request an entry names: bools, (tokens,)."""
     if at is None:
-        return torch.ones(tokens, dtype=torch.bool)
-    return mask_of(at, Tokens(torch.arange(tokens)[None], torch.tensor([prompt])))[0]
+        return torch.ones(tokens, dtype=torch.bool, device="cpu")
+    return mask_of(
+        at, Tokens(torch.arange(tokens, device="cpu")[None], torch.tensor([prompt], device="cpu"))
+    )[0]
 
 
 def text_of(value: Any) -> str:

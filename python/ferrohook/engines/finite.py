@@ -58,7 +58,7 @@ class WatchedRows:
         """Returns the rows as an index, which goes to a device once a step."""
         if device not in self._rows:
             rows = [span.first_row + row for span in self._spans for row in range(span.rows)]
-            self._rows[device] = to_device(torch.tensor(rows), device)
+            self._rows[device] = to_device(torch.tensor(rows, device="cpu"), device)
         return self._rows[device]
 
     @cached_property
@@ -116,7 +116,7 @@ class WatchedRows:
         places = [place for place, owner in enumerate(drawn) if owner in watched]
         if not places:
             return scores
-        index = to_device(torch.tensor(places), scores.device)
+        index = to_device(torch.tensor(places, device="cpu"), scores.device)
         rows = scores.index_select(1, index)
         bad = ~(rows.amax(-1).abs() < LIMIT)
         if scores.is_cpu and not bool(bad.any()):
@@ -143,7 +143,7 @@ class WatchedRows:
             for place, owner in enumerate(owners)
             if owner == request_id
         ]
-        return torch.stack(found).any() if found else torch.tensor(data=False)
+        return torch.stack(found).any() if found else torch.tensor(data=False, device="cpu")
 
     def lost(self) -> dict[str, str]:
         """Returns the requests with bad numbers, and the name of the first tensor that has some.

@@ -212,9 +212,9 @@ class Harvest:
             raise HookError(msg)
         ids = [*prompt.ids, *text]
         described = [
-            torch.tensor([ids[each] for each in chosen], dtype=torch.long),
-            torch.tensor(chosen, dtype=torch.long),
-            torch.full((len(chosen),), prompt.number),
+            torch.tensor([ids[each] for each in chosen], dtype=torch.long, device="cpu"),
+            torch.tensor(chosen, dtype=torch.long, device="cpu"),
+            torch.full((len(chosen),), prompt.number, device="cpu"),
         ]
         stored = _StoredPrompt(prompt.number, digest_of(prompt.ids), described, rows)
         self._waiting.append(stored)
@@ -254,7 +254,7 @@ class Harvest:
 
 def digest_of(ids: Sequence[int]) -> str:
     """Returns the digest of a prompt's tokens."""
-    return fingerprint(torch.tensor(ids, dtype=torch.long).numpy().tobytes())
+    return fingerprint(torch.tensor(ids, dtype=torch.long, device="cpu").numpy().tobytes())
 
 
 def digests_text(digests: Mapping[int, str]) -> str:

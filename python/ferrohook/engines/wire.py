@@ -71,7 +71,8 @@ def unpacked(data: bytes) -> Captured:
         raise HookError(error)
     spans = json.loads(header_of(data)["__metadata__"]["positions"])
     positions = {
-        name: torch.cat([torch.arange(*span) for span in found]) for name, found in spans.items()
+        name: torch.cat([torch.arange(*span, device="cpu") for span in found])
+        for name, found in spans.items()
     }
     return Captured(safetensors.torch.load(data), positions)
 

@@ -450,7 +450,7 @@ class EngineWorker:
         """Returns the modules of another layout in a step of `rows` rows, see `batch_of_step`."""
         if not self._other_dims:
             return []
-        every = torch.arange(rows)
+        every = torch.arange(rows, device="cpu")
         return [(module, every, dim) for module, dim in self._other_dims.items()]
 
     def _agree(self) -> None:
@@ -480,7 +480,7 @@ class EngineWorker:
         if hiding:  # their hidden states may not show what they wrote
             rows = [span.first_row + row for span in hiding for row in range(span.rows)]
             owners = [span.request_id for span in hiding for _ in range(span.rows)]
-            places = written(to_device(torch.tensor(rows), hidden.device))
+            places = written(to_device(torch.tensor(rows, device="cpu"), hidden.device))
             watched.watch("keys and values", owners, (each.values for each in places))
         watched.send()
         self._checks.append(StepCheck(watched, changed, written, {it.name for it, _ in changed}))

@@ -156,7 +156,7 @@ class JoinedReading:
                     cast = [each.detach().to("cpu", torch.float32) for each in values]
                     self._tables[name] = torch.stack(cast)
                 elif isinstance(values[0], float):
-                    self._tables[name] = torch.tensor(values, dtype=torch.float32)
+                    self._tables[name] = torch.tensor(values, dtype=torch.float32, device="cpu")
 
     def __call__(self, vectors: Tensor, counts: list[int]) -> Tensor:
         """Reads tokens; `counts`: how many are of each reading, one after the other.

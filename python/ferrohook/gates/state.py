@@ -117,7 +117,9 @@ class GateStates(GateReadings):
         start = 0
         for readings, graphs, counts in self.made_of(aggregation, tokens):
             own = values[start : (start := start + len(counts))]
-            plain = torch.tensor([0.0 if isnan(it) else it for it in own], dtype=torch.float32)
+            plain = torch.tensor(
+                [0.0 if isnan(it) else it for it in own], dtype=torch.float32, device="cpu"
+            )
             some = next((each for each in graphs if each is not None), None)
             if some is None:
                 found.append(plain)

@@ -676,7 +676,7 @@ def _decoded(text: Any, dtype: torch.dtype, shape: list[int], size: int) -> Tens
         msg = f"a tensor of shape {shape} and {dtype} needs {size:,} bytes, base64 has {len(raw):,}"
         raise ValueError(msg)
     if not size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 

@@ -14,6 +14,7 @@ from ferrohook.captures.cache import ActivationCache
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.util.arguments import describe, expect
 from ferrohook.util.tables import Row, norms_of, values_of
+from ferrohook.util.tensors import as_tensor
 from ferrohook.util.texts import imported
 
 if TYPE_CHECKING:
@@ -317,12 +318,12 @@ def _labels(rows: _Read, acts: ActivationCache) -> list[str]:
 def _padded(lines: list[list[float]]) -> Tensor:
     """Makes a grid of lines, with NaN after the shorter ones."""
     width = max(map(len, lines), default=0)
-    return torch.tensor([line + [torch.nan] * (width - len(line)) for line in lines])
+    return torch.tensor([line + [torch.nan] * (width - len(line)) for line in lines], device="cpu")
 
 
 def _numbers(values: Any, name: str, dimensions: int) -> Tensor:
     try:
-        found = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+        found = as_tensor(values, torch.float64)
     except (TypeError, ValueError) as error:
         msg = f"{name} must be a tensor or a sequence of numbers, got {describe(values)}: {error}"
         raise HookTypeError(msg) from error

@@ -100,7 +100,10 @@ class HookSites(Sites):
         """
         super().__init__(model, parts, outside)
         self._in_place = in_place
-        self._keys, self._order = torch.zeros(len(parts), 1), torch.zeros(1)
+        self._keys, self._order = (
+            torch.zeros(len(parts), 1, device="cpu"),
+            torch.zeros(1, device="cpu"),
+        )
         self._points = [
             _HookSite(self, model.get_submodule(name), part) for name, part in parts.items()
         ]

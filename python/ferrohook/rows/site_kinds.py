@@ -36,10 +36,10 @@ def check_kinds(kinds: Sequence[type[Intervention]]) -> None:
 
 def operands_of(kind: type[Intervention], width: int, dtype: torch.dtype) -> list[Tensor]:
     """Makes a row of each table of a kind: whether it is used, its vector, its numbers."""
-    vector = [] if kind.vector_field is None else [torch.empty(width, dtype=dtype)]
+    vector = [] if kind.vector_field is None else [torch.empty(width, dtype=dtype, device="cpu")]
     of_numbers = dtype if vector else number_dtype(dtype)
-    numbers = [torch.empty(1, dtype=of_numbers) for _ in kind.number_fields]
-    return [torch.empty(1, dtype=torch.bool), *vector, *numbers]
+    numbers = [torch.empty(1, dtype=of_numbers, device="cpu") for _ in kind.number_fields]
+    return [torch.empty(1, dtype=torch.bool, device="cpu"), *vector, *numbers]
 
 
 class KindTables:

@@ -104,10 +104,12 @@ class SiteRows:
                 self.slots[row] = program.slot
         elif changes:
             if self.at_sites is None:
-                self.at_sites = torch.zeros(sites, count, dtype=torch.long)
+                self.at_sites = torch.zeros(sites, count, dtype=torch.long, device="cpu")
             for places, changed in changes:
-                columns = torch.tensor([rows[place] for place in places], dtype=torch.long)
-                self.at_sites[torch.tensor(changed)[:, None], columns] = program.slot
+                columns = torch.tensor(
+                    [rows[place] for place in places], dtype=torch.long, device="cpu"
+                )
+                self.at_sites[torch.tensor(changed, device="cpu")[:, None], columns] = program.slot
         for kept, places in keeps:
             taken = [rows[place] for place in places]
             known = None if positions is None else [positions[place] for place in places]
@@ -116,15 +118,15 @@ class SiteRows:
 
     def places(self) -> Tensor:
         """Returns the place of each row at each site; `nobody` for rows without a capture."""
-        places = torch.full(self._shape, self._nobody)
+        places = torch.full(self._shape, self._nobody, device="cpu")
         for sites, rows in self._kept.items():
-            columns = torch.tensor(rows, dtype=torch.long)
-            places[torch.tensor(sites)[:, None], columns] = columns
+            columns = torch.tensor(rows, dtype=torch.long, device="cpu")
+            places[torch.tensor(sites, device="cpu")[:, None], columns] = columns
         return places
 
     def index(self) -> Tensor:
         """Returns the slot of each row at each site."""
-        everywhere = torch.tensor(self.slots, dtype=torch.long)
+        everywhere = torch.tensor(self.slots, dtype=torch.long, device="cpu")
         return everywhere if self.at_sites is None else everywhere + self.at_sites
 
 

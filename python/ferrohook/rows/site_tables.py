@@ -465,7 +465,7 @@ class TableSites(Sites):
             complete.record(torch.cuda.current_stream(self._calls.device))
         rows = [row for each in wanted for row in each.rows]
         with torch.inference_mode(mode=False):
-            chosen = to_device(torch.tensor(rows), self._kept.device)
+            chosen = to_device(torch.tensor(rows, device="cpu"), self._kept.device)
             kept = self._kept[:, chosen]  # one copy for all
             parts = [*kept.split([len(each.rows) for each in wanted], 1)]
         self._captures.add(Taken(members, wanted, parts, counts, complete))

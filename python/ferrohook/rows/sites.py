@@ -115,7 +115,7 @@ class Sites(SitesBase, ABC):
         """Returns why a batch cannot be served, regardless of its members; None if it can."""
         if self.closed:
             return "these sites were closed"
-        if isinstance(torch.empty(0), FakeTensor):
+        if isinstance(torch.empty(0, device="cpu"), FakeTensor):
             return "sites serve batches only with real tensors: leave FakeTensorMode"
         if batch.size is None:
             return (

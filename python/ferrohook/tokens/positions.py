@@ -159,7 +159,7 @@ def native_at(at: At) -> Any:
 
 def _places(at: At, positions: list[list[int]], lengths: list[int]) -> list[int]:
     """Returns the places of the tokens at some positions, row after row."""
-    tokens = Tokens(torch.tensor(positions), torch.tensor(lengths))
+    tokens = Tokens(torch.tensor(positions, device="cpu"), torch.tensor(lengths, device="cpu"))
     places: list[int] = mask_of(at, tokens).flatten().nonzero().flatten().tolist()
     return places
 

@@ -76,6 +76,14 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
     return copied
 
 
+def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor as it is; makes one on the host of numbers."""
+    # torch's own moves tensors to the default device.
+    if isinstance(value, Tensor):
+        return value
+    return torch.as_tensor(value, dtype=dtype, device="cpu")
+
+
 def same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     """Makes a tuple of the class of another."""
     cls: Any = type(value)

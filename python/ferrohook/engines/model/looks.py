@@ -130,7 +130,7 @@ class StepSubject(Subject):
         forward: Callable[[], object],
         streams: Mapping[str, ObservedTensor],
     ) -> None:
-        super().__init__(model, Example((torch.tensor(OBSERVED_IDS),), {}, None))
+        super().__init__(model, Example((torch.tensor(OBSERVED_IDS, device="cpu"),), {}, None))
         self._forward = forward
         self._streams = streams
 

@@ -124,7 +124,7 @@ class _EagerRows(NamedTuple):
     def vector(self) -> Tensor:
         """A vector that is long next to the rows."""
         size = self.plain.abs().mean().item()
-        return (size or 1.0) * torch.linspace(-4, 4, self.width)
+        return (size or 1.0) * torch.linspace(-4, 4, self.width, device="cpu")
 
     @property
     def changed(self) -> Tensor:

@@ -101,7 +101,7 @@ def check_slice(index: Any, where: str, shape: Sequence[int], dim: int = 0) -> N
         return
     shown = [*map(str, shape[:dim]), "tokens", *map(str, shape[dim + 1 :])]
     for tokens in (2, 3):  # a list of rows may be all rows of one step
-        rows = torch.arange(tokens)
+        rows = torch.arange(tokens, device="cpu")
         whole = rows.view([-1] + [1] * (len(shape) - dim - 1))
         whole = whole.expand(*shape[:dim], tokens, *shape[dim + 1 :])
         kept = _cut(whole, index, where, shown)

@@ -91,7 +91,7 @@ class SchedulerWorker(EngineWorker):
         """Requests with a plan, by its name."""
         self._wanted_by: tuple[frozenset[Prepared], frozenset[str]] = (frozenset(), frozenset())
         """Plans of the last step, and the hook points that they see."""
-        self._last_rows = torch.empty(0, dtype=torch.long)
+        self._last_rows = torch.empty(0, dtype=torch.long, device="cpu")
         """Last row of each request of the running step, whose logits are computed."""
         self._slots: Any = None
         """Slots of the keys and values of the running step's rows."""
@@ -244,7 +244,9 @@ class SchedulerWorker(EngineWorker):
         kinds = {name.partition(".")[0]: name for name in modules.named.table}
         kinds.pop("@experts", None)  # rounding decides the order of two whose weights are alike
         plain = Plan(keep([stream, *kinds.values()]))
-        changing = Plan(on(stream, Add(torch.ones(1)), at=slice(1, 4)), *plain.entries)
+        changing = Plan(
+            on(stream, Add(torch.ones(1, device="cpu")), at=slice(1, 4)), *plain.entries
+        )
         first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
         alone = [self._captured([(each, plain)])[0] for each in (first, second)]
         both = self._captured([(first, plain), (second, changing)])
@@ -504,7 +506,7 @@ class SchedulerWorker(EngineWorker):
             rows = len(forward_batch.input_ids)
             names, counts, positions = _rows(forward_batch)
             self.settle(names, counts, positions)
-            self._last_rows = torch.tensor(counts, dtype=torch.long).cumsum(0) - 1
+            self._last_rows = torch.tensor(counts, dtype=torch.long, device="cpu").cumsum(0) - 1
             self._slots = forward_batch.out_cache_loc
             self._points.wanted = self._wanted()
         try:

@@ -237,7 +237,7 @@ class ManagerWorker(EngineWorker):
         processor = self._manager.batch_processor
         gathered = super()._gathered(rows)
         if processor.model_runner.supports_logits_to_keep(self._manager.model):
-            head = torch.tensor(self._step.head)
+            head = torch.tensor(self._step.head, device="cpu")
             gathered += [(module, head, None) for module in self._head]
         return gathered
 

@@ -89,7 +89,7 @@ class Ranks:
 def fill(output: Any, noise: torch.Generator) -> None:
     """Replaces the values of the tensors in an output by noise."""
     for each in tensors_in(output):
-        each.copy_(torch.randn(each.shape, generator=noise))
+        each.copy_(torch.randn(each.shape, generator=noise, device="cpu"))
 
 
 def _is_sharded(module: Any) -> bool:

@@ -194,7 +194,7 @@ def _check(engine: _Engine, first: str, last: str) -> None:
     (plain,) = engine.serve(_Known(one, Plan(*both), 2))
     (beside,) = engine.serve(_Known(other, Plan(*both), 2))
     known = torch.cat([plain.rows(first), beside.rows(first)])
-    vector = known.float().abs().mean() * torch.linspace(-4, 4, known.shape[-1])
+    vector = known.float().abs().mean() * torch.linspace(-4, 4, known.shape[-1], device="cpu")
     steer = on(first, Add(vector))
     (steered,) = engine.serve(_Known(one, Plan(steer, *both)))
 

@@ -207,7 +207,7 @@ class RunnerWorker(EngineWorker):
         if config.supports_multimodal_inputs or config.enable_prompt_embeds:
             # The runner embeds the tokens before the forward: no hook fires there.
             shape = OBSERVED_ROWS, config.get_inputs_embeds_size()
-            embeds = torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)
+            embeds = torch.linspace(-1, 1, shape[0] * shape[1], device="cpu").reshape(shape)
             embeds = embeds.to(device, config.dtype)
             ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
         positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)

@@ -180,7 +180,7 @@ def _arrived(point: str, written: Tensor, now: Attended, taken: list[Tensor]) ->
 
 def _limit(z: Tensor, pattern: Tensor) -> float:
     # Eager attention computes the softmax in float32, in models of float64 too.
-    return tolerance(z, pattern, torch.empty(0, dtype=torch.float32))
+    return tolerance(z, pattern, torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 def _change(

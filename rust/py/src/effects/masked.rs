@@ -24,7 +24,7 @@ use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
 use crate::torch;
-use crate::torch::tensors::{float_tensor_of, version_if_any};
+use crate::torch::tensors::{host_tensor, version_if_any};
 
 /// Hook at some positions, under a condition or with a strength: an intervention, or a forward hook of
 /// PyTorch's contract, whose result replaces the output there.
@@ -437,7 +437,7 @@ impl<'py> StrengthsOfParts<'py> {
                 Strengths::Numbers(numbers) => numbers,
                 _ => Vec::new(),
             });
-            return float_tensor_of(py, numbers.collect()).map(Some);
+            return host_tensor(py, numbers.collect::<Vec<_>>(), "float32").map(Some);
         };
         let device = recorded.getattr(intern!(py, "device"))?;
         let mut tensors = Vec::with_capacity(self.parts.len());

@@ -11,7 +11,7 @@ use crate::gates::aggregation::{GateAggregation, float32};
 use crate::gates::state::{Failure, GateReadings, Stopped};
 use crate::rows::call_tokens::CallTokens;
 use crate::torch;
-use crate::torch::tensors::float_tensor_of;
+use crate::torch::tensors::host_tensor;
 
 /// A gate of a plan.
 type Gate = Py<GateAggregation>;
@@ -204,7 +204,7 @@ impl<'py> Strengths<'py> {
     pub fn tensor(self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         Ok(match self {
             Self::Constant => None,
-            Self::Numbers(numbers) => Some(float_tensor_of(py, numbers)?),
+            Self::Numbers(numbers) => Some(host_tensor(py, numbers, "float32")?),
             Self::Recorded(tensor) => Some(tensor),
         })
     }

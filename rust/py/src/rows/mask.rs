@@ -10,6 +10,7 @@ use crate::rows::matrix::{CallArguments, Padded};
 use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::nested::is_nested;
+use crate::torch::tensors::host_tensor;
 
 const UNPROVED: &str = ". The number of rows matches, but the module took no tensor of shape \
                         (batch, length, ...) and no view of one, which would show that the rows \
@@ -63,7 +64,7 @@ impl Mask {
             bools[place.0] = true;
         }
         let all = places.len() == bools.len();
-        let mask = tensor_of(py, bools)?;
+        let mask = host_tensor(py, bools, "bool")?;
         let mask = mask.call_method1(intern!(py, "reshape"), (shape.to_vec(),))?;
         Ok(Self {
             all,
@@ -216,7 +217,7 @@ impl Mask {
     pub fn refined(&self, py: Python<'_>, acts: Vec<bool>) -> PyResult<Self> {
         let bools = self.bools.bind(py);
         let device = bools.getattr(intern!(py, "device"))?;
-        let acts = tensor_of(py, acts)?.call_method1(intern!(py, "to"), (device,))?;
+        let acts = host_tensor(py, acts, "bool")?.call_method1(intern!(py, "to"), (device,))?;
         let refined = bools.call_method1(intern!(py, "masked_scatter"), (bools, acts))?;
         Ok(Self::of(&refined))
     }
@@ -279,10 +280,4 @@ fn broadcast<'py>(
         shaped = shaped.call_method1(intern!(py, "unsqueeze"), (-1,))?;
     }
     Ok(shaped)
-}
-
-/// Makes a tensor of bools on the host, at least one.
-pub fn tensor_of(py: Python<'_>, bools: Vec<bool>) -> PyResult<Bound<'_, PyAny>> {
-    let torch = py.import(intern!(py, "torch"))?;
-    torch.call_method1(intern!(py, "tensor"), (bools,))
 }

@@ -12,7 +12,7 @@ use crate::rows::places::{BatchRow, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::facts::Facts;
 use crate::torch::nested::is_nested;
-use crate::torch::tensors::requires_grad;
+use crate::torch::tensors::{host_tensor, requires_grad};
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -52,10 +52,8 @@ impl Index {
     /// Returns the rows as a tensor on the device of another.
     pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
-        self.copies.on_device_of(tensor, || {
-            let torch = py.import(intern!(py, "torch"))?;
-            torch.call_method1(intern!(py, "tensor"), (self.rows.to_vec(),))
-        })
+        self.copies
+            .on_device_of(tensor, || host_tensor(py, self.rows.to_vec(), "int64"))
     }
 }
 

@@ -158,7 +158,7 @@ pub fn plain_int_tensor(py: Python<'_>, value: u64) -> PyResult<Bound<'_, PyAny>
     let modes = py.import("torch.utils._python_dispatch")?;
     let disabled = modes.getattr("_disable_current_modes")?.call0()?;
     disabled.call_method0("__enter__")?;
-    let tensor = py.import("torch")?.call_method1("tensor", (value,));
+    let tensor = tensors::host_tensor(py, value, "int64");
     disabled.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
     tensor
 }

@@ -437,10 +437,14 @@ pub fn is_inference(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     inference.is_truthy()
 }
 
-/// Makes a tensor of float32 on the host.
-pub fn float_tensor_of(py: Python<'_>, numbers: Vec<f64>) -> PyResult<Bound<'_, PyAny>> {
+/// Makes a tensor on the host, whatever the default device is.
+pub fn host_tensor<'py, T>(py: Python<'py>, numbers: T, dtype: &str) -> PyResult<Bound<'py, PyAny>>
+where
+    T: IntoPyObject<'py>,
+{
     let torch = py.import(intern!(py, "torch"))?;
     let options = PyDict::new(py);
-    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "float32"))?)?;
+    options.set_item(intern!(py, "dtype"), torch.getattr(dtype)?)?;
+    options.set_item(intern!(py, "device"), intern!(py, "cpu"))?;
     torch.call_method(intern!(py, "tensor"), (numbers,), Some(&options))
 }

@@ -6,12 +6,12 @@ use pyo3::prelude::*;
 
 use crate::rows::call_tokens::CallTokens;
 use crate::rows::calls::merging::SharedValue;
-use crate::rows::mask::tensor_of;
 use crate::rows::membership::Membership;
 use crate::rows::numbers::{Index, Selection};
 use crate::rows::places::TokenDims;
 use crate::rows::tracker::TokenTracker;
 use crate::torch::copies::Copies;
+use crate::torch::tensors::host_tensor;
 
 /// True if the batch of a member, its request, knows the positions of its tokens.
 pub fn positioned(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -178,7 +178,7 @@ impl<'py> JoinedTokens<'py> {
             all[*place] = *act;
         }
         // A plain copy to a GPU would wait for it.
-        let mask = Copies::default().on_device_of(x, || tensor_of(py, all))?;
+        let mask = Copies::default().on_device_of(x, || host_tensor(py, all, "bool"))?;
         self.shaped(&mask, x)
     }
 
