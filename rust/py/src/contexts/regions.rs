@@ -38,7 +38,7 @@ type RegionPlace = (u64, Phase);
 /// Log of one forward of a checkpointed function.
 #[derive(Default)]
 struct Log {
-    outside: OnceLock<Outside>,
+    outside: Outside,
     complete: AtomicBool,
     /// The calls, in order.
     calls: Mutex<FxHashMap<RegionPlace, Vec<Arc<PhaseLog>>>>,
@@ -51,6 +51,7 @@ struct Log {
 }
 
 /// Frames that were entered as the forward began.
+#[derive(Default)]
 struct Outside {
     frames: Vec<FrameRef>,
     ids: Arc<[FrameId]>,
@@ -91,13 +92,9 @@ struct Repeat {
 }
 
 impl Log {
-    fn outside(&self) -> Option<&Outside> {
-        self.outside.get()
-    }
-
     /// True if the checkpointed function registered the hook, or entered its owner.
     fn is_inner(&self, logged: &Logged) -> bool {
-        let entered = |owner: &FrameRef| !self.outside().is_some_and(|it| it.has(owner.id));
+        let entered = |owner: &FrameRef| !self.outside.has(owner.id);
         logged.owner.as_ref().is_some_and(entered) || self.registered.lock().contains(&logged.id())
     }
 
@@ -116,7 +113,7 @@ impl Log {
             return Some(gone.gone(py));
         }
         let (batch, members) = phase.members()?;
-        if !self.outside()?.has(batch.id) {
+        if !self.outside.has(batch.id) {
             return None;
         }
         let left = batch.open(py).is_none();
@@ -191,8 +188,7 @@ impl Repeat {
 
     /// True if the repeated function registered the hook, or entered its owner.
     fn is_inner(&self, hook: &Owned<'_, '_>) -> bool {
-        let outside = self.log.outside();
-        let entered = |it: &Bound<'_, Frame>| !outside.is_some_and(|o| o.has(it.get().id()));
+        let entered = |it: &Bound<'_, Frame>| !self.log.outside.has(it.get().id());
         hook.owner.is_some_and(entered) || self.registered.lock().contains(&hook.entry.id())
     }
 
@@ -258,10 +254,7 @@ impl Repeat {
             log,
             places,
             again,
-            outside: self
-                .log
-                .outside()
-                .map_or_else(Arc::default, |it| Arc::clone(&it.ids)),
+            outside: Arc::clone(&self.log.outside.ids),
             gone: Arc::clone(&self.gone),
         };
         Ok((Firing::of(hooks), replay))
@@ -306,8 +299,7 @@ impl Regions {
     /// True if these are hooks of a scope whose calls a repeat runs again.
     pub fn repeats(&self, owner: &Frame) -> bool {
         let repeat = self.repeat.as_ref();
-        let outside = repeat.and_then(|it| it.log.outside());
-        outside.is_some_and(|outside| outside.has(owner.id()))
+        repeat.is_some_and(|it| it.log.outside.has(owner.id()))
     }
 
     fn write(&self, place: RegionPlace, log: &Arc<PhaseLog>) {
@@ -416,15 +408,19 @@ fn logged(
     Ok(all)
 }
 
-/// Log of a forward of a checkpointed function, for its repeats.
+/// Log of a forward of a checkpointed function, for its repeats. Made right before the forward.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct ForwardLog(Arc<Log>);
 
 #[pymethods]
 impl ForwardLog {
     #[new]
-    fn new() -> Self {
-        Self(Arc::default())
+    fn new(py: Python<'_>) -> PyResult<Self> {
+        let log = Log {
+            outside: Outside::now(py)?,
+            ..Log::default()
+        };
+        Ok(Self(Arc::new(log)))
     }
 
     /// True once the forward has ended.
@@ -479,9 +475,8 @@ impl RegionRun {
         let (mut frames, mut attachment, mut again) = (None, None, None);
         let regions = if self.repeats {
             self.log.check(py)?;
-            let outside = self.log.outside();
-            let all = outside.into_iter().flat_map(|it| &it.frames);
-            let all: Vec<_> = all.filter_map(|frame| frame.get(py)).collect();
+            let outside = self.log.outside.frames.iter();
+            let all: Vec<_> = outside.filter_map(|frame| frame.get(py)).collect();
             let visited = self.log.visited(py);
             attachment = attach(py, &visited)?;
             frames = Some(current::set(&PyTuple::new(py, all)?)?.unbind());
@@ -499,7 +494,6 @@ impl RegionRun {
                 repeat: again.clone(),
             }
         } else {
-            let _ = self.log.outside.set(Outside::now(py)?);
             let around = Regions::current(py)?;
             let around = around.as_ref().map(Bound::get);
             let others = around.map_or(&[][..], |it| &it.recording);
