@@ -28,7 +28,7 @@ impl TorchHook<'_> {
 
 /// Torch's hooks for the module with this instance dict, read when their phase begins: global ones
 /// first.
-pub struct TorchHooks<'py>(Option<Bound<'py, PyDict>>);
+pub struct TorchHooks<'py>(pub Bound<'py, PyDict>);
 
 /// Torch's backward hooks for one call.
 #[derive(Default)]
@@ -40,24 +40,8 @@ pub struct TorchBackward<'py> {
 }
 
 impl<'py> TorchHooks<'py> {
-    /// No hooks: the target runs torch's by itself.
-    pub fn none() -> Self {
-        Self(None)
-    }
-
-    /// Hooks of the module whose instance dict is `state`.
-    pub fn of(state: Bound<'py, PyDict>) -> Self {
-        Self(Some(state))
-    }
-
-    pub fn any(&self) -> bool {
-        self.0.is_some()
-    }
-
     pub fn forward_pre(&self) -> PyResult<Vec<TorchHook<'py>>> {
-        let Some(state) = &self.0 else {
-            return Ok(Vec::new());
-        };
+        let Self(state) = self;
         let torch = Torch::get(state.py())?;
         let hooks = torch.hooks_in(state, FORWARD_PRE)?.into_iter();
         hooks
@@ -72,9 +56,7 @@ impl<'py> TorchHooks<'py> {
     }
 
     pub fn forward(&self) -> PyResult<Vec<TorchHook<'py>>> {
-        let Some(state) = &self.0 else {
-            return Ok(Vec::new());
-        };
+        let Self(state) = self;
         let torch = Torch::get(state.py())?;
         let global = torch.globals.bind(state.py());
         let hooks = torch.hooks_in(state, FORWARD)?.into_iter();
@@ -92,9 +74,7 @@ impl<'py> TorchHooks<'py> {
     }
 
     pub fn backward(&self) -> PyResult<TorchBackward<'py>> {
-        let Some(state) = &self.0 else {
-            return Ok(TorchBackward::default());
-        };
+        let Self(state) = self;
         let py = state.py();
         let torch = Torch::get(py)?;
         let mut hooks = TorchBackward::default();

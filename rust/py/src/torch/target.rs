@@ -16,9 +16,9 @@ pub enum Target<'a, 'py> {
     Module(&'a Bound<'py, PyAny>, &'a CallCache, &'a InstanceCache),
     /// The `forward` of the module's class.
     Forward(&'a CachedClass),
-    /// A callable in place of `forward`, or `forward` with torch's hooks. As in torch it is looked
-    /// up before the hooks run.
-    Special(Bound<'py, PyAny>, TorchHooks<'py>),
+    /// A callable in place of `forward`, or `forward` with torch's hooks; None: the callable runs
+    /// these itself. As in torch it is looked up before the hooks run.
+    Special(Bound<'py, PyAny>, Option<TorchHooks<'py>>),
     /// A replacement of `nn.Module.__call__`. It calls `_call_impl`, which runs the hooks; none
     /// runs around it.
     Outer(Bound<'py, PyAny>),
@@ -45,7 +45,7 @@ impl<'a, 'py> Target<'a, 'py> {
             }
             let call_impl = plain.getattr(intern!(py, "_call_impl"))?;
             if !torch.defines_call_impl(&call_impl)? {
-                return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
+                return Ok(Self::Special(bind(&call_impl, module)?, None));
             }
         }
         if let Some(forward) = Self::forward(module, cached, cache.path(torch, &state)?)? {
@@ -57,7 +57,7 @@ impl<'a, 'py> Target<'a, 'py> {
                 && !variable.missing_or_empty(&state)?
                 && let Some(call_impl) = state.get_item(&variable.name)?
             {
-                return Ok(Self::Special(call_impl, TorchHooks::none()));
+                return Ok(Self::Special(call_impl, None));
             }
         }
         // Records the module's name while torch.jit traces.
@@ -66,7 +66,7 @@ impl<'a, 'py> Target<'a, 'py> {
         } else {
             intern!(py, "forward")
         })?;
-        Ok(Self::Special(forward, TorchHooks::of(state)))
+        Ok(Self::Special(forward, Some(TorchHooks(state))))
     }
 
     /// Returns `module.forward` as the target, if a call would only run that.
@@ -80,7 +80,7 @@ impl<'a, 'py> Target<'a, 'py> {
             (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached)),
             _ => {
                 let forward = module.getattr(intern!(module.py(), "forward"))?;
-                Some(Self::Special(forward, TorchHooks::none()))
+                Some(Self::Special(forward, None))
             }
         })
     }
@@ -107,7 +107,7 @@ impl<'a, 'py> Target<'a, 'py> {
     /// Torch's hooks that the call has to run.
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
-            Self::Special(_, hooks) => hooks.any().then_some(hooks),
+            Self::Special(_, hooks) => hooks.as_ref(),
             Self::Module(..) | Self::Forward(..) | Self::Outer(_) => None,
         }
     }
