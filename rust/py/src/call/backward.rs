@@ -135,13 +135,25 @@ impl BackwardWalk {
         let py = module.py();
         let registry = self.registry.get();
         let frames = Frames::fixed(self.frames.bind(py).clone());
-        let snapshot = registry.begin(py, self.phase, &frames)?;
-        let walk = Walk {
-            registry,
-            module,
-            grad_output,
-        };
-        walk.run(snapshot.as_ref(), grads)
+        let firing = registry.begin(py, self.phase, &frames)?;
+        let mut replaced = None;
+        let inside = Inside::here();
+        for hook in firing.iter().flat_map(Firing::iter) {
+            let Some(invocation) = hook.enter(&inside) else {
+                continue;
+            };
+            let entry = hook.entry;
+            let site = Site { entry, module };
+            let current = replaced.as_ref().unwrap_or(grads);
+            let result = run_hook(hook, &site, current, grad_output);
+            drop(invocation);
+            match result {
+                Ok(None) => {}
+                Ok(new) => replaced = new,
+                Err(error) => registry.apply_on_error(&site, hook.owner, error)?,
+            }
+        }
+        Ok(replaced)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -150,73 +162,38 @@ impl BackwardWalk {
     }
 }
 
-/// Walk of one phase of the backward of one call.
-struct Walk<'a, 'py> {
-    registry: &'a Registry,
-    module: &'a Bound<'py, PyAny>,
-    /// Gradient of the output, which hooks of `backward` get too.
-    grad_output: Option<&'a Bound<'py, PyAny>>,
-}
-
-impl<'py> Walk<'_, 'py> {
-    /// Runs the hooks, which may replace `grads`: the gradient of the output for `backward_pre`, of
-    /// the input for `backward`.
-    fn run(
-        &self,
-        firing: Option<&Firing<'py>>,
-        grads: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let mut replaced = None;
-        let inside = Inside::here();
-        for hook in firing.into_iter().flat_map(Firing::iter) {
-            let Some(invocation) = hook.enter(&inside) else {
-                continue;
-            };
-            let (entry, module) = (hook.entry, self.module);
-            let site = Site { entry, module };
-            let current = replaced.as_ref().unwrap_or(grads);
-            let result = self.invoke(hook, &site, current);
-            drop(invocation);
-            match result {
-                Ok(None) => {}
-                Ok(new) => replaced = new,
-                Err(error) => self.registry.apply_on_error(&site, hook.owner, error)?,
-            }
-        }
-        Ok(replaced)
+/// Runs one hook, which may replace `grads`: the gradient of the output for `backward_pre`, of the
+/// input for `backward`. `grad_output`: gradient of the output, which hooks of `backward` get too.
+fn run_hook<'py>(
+    owned: Owned<'_, 'py>,
+    site: &Site<'_, 'py>,
+    grads: &Bound<'py, PyAny>,
+    grad_output: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let (py, hook) = (site.module.py(), site.entry.hook());
+    if let Some(as_native) = hook.as_native() {
+        let turn = Turn {
+            phase: site.entry.phase(),
+            module: site.module,
+            args: &PyTuple::empty(py),
+            kwargs: None,
+            value: grads,
+            grad_output,
+            again: None,
+            took: None,
+            owner: owned.object(),
+            part: None,
+            describe: &|| site.describe(),
+        };
+        let object = hook.target().bind(py);
+        return as_native(object)?.run(object, &turn);
     }
-
-    fn invoke(
-        &self,
-        owned: Owned<'_, 'py>,
-        site: &Site<'_, 'py>,
-        grads: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let (py, hook) = (site.module.py(), site.entry.hook());
-        if let Some(as_native) = hook.as_native() {
-            let turn = Turn {
-                phase: site.entry.phase(),
-                module: site.module,
-                args: &PyTuple::empty(py),
-                kwargs: None,
-                value: grads,
-                grad_output: self.grad_output,
-                again: None,
-                took: None,
-                owner: owned.object(),
-                part: None,
-                describe: &|| site.describe(),
-            };
-            let object = hook.target().bind(py);
-            return as_native(object)?.run(object, &turn);
-        }
-        let callback = hook.object().bind(py);
-        let result = match self.grad_output {
-            Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
-            None => invoke::call(callback, [site.module, grads]),
-        }?;
-        checked(result, grads, self.grad_output.is_some())
-    }
+    let callback = hook.object().bind(py);
+    let result = match grad_output {
+        Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
+        None => invoke::call(callback, [site.module, grads]),
+    }?;
+    checked(result, grads, grad_output.is_some())
 }
 
 /// Validates the gradients that a plain hook returned; `full`: a hook of `backward`.
