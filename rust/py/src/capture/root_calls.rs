@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
 use crate::capture::request::{CapturePlace, Source};
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::calls::merging::{InBatch, in_batch};
 
 /// Native hook around the calls of the module that a capture stops.
@@ -36,6 +36,7 @@ impl InBatch for RootCalls {
     }
 }
 
+// A graph has no way to end a call early, so it breaks there.
 impl Native for RootCalls {
     fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
@@ -49,13 +50,5 @@ impl Native for RootCalls {
             collector.get().end_call();
         }
         Ok(None)
-    }
-
-    // A graph has no way to end a call early.
-    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced {
-            faithful: false,
-            ..Traced::plain(object.clone(), false)
-        }))
     }
 }

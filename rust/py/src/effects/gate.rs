@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::effects::tokens::ActingTokens;
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
     InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
@@ -85,11 +85,6 @@ impl Native for GateHook {
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
         self.read.bind(object.py()).clone()
-    }
-
-    // A graph does not know the positions of the calls that will run it.
-    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 

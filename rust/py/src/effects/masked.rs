@@ -13,7 +13,7 @@ use crate::cpython::invoke;
 use crate::effects::intervention::{InterventionBase, Strength, lerp};
 use crate::effects::together::{InterventionGroup, JointInterventions};
 use crate::gates::conditions::{Strengths, TokenChoice};
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
@@ -194,11 +194,6 @@ impl Native for MaskedHook {
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
         self.hook.bind(object.py()).clone()
-    }
-
-    // A graph does not know the positions of the calls that will run it.
-    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 

@@ -6,7 +6,7 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::call_tokens::CallTokens;
 use crate::rows::calls::merging::{InBatch, in_batch};
@@ -135,11 +135,6 @@ impl Native for TokenHook {
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
         self.change.bind(object.py()).clone()
-    }
-
-    // A graph does not know the positions of the calls that will run it.
-    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
-        Ok(Some(Traced::breaking(object.clone())))
     }
 }
 

@@ -189,8 +189,11 @@ pub trait Native: Any + Send + Sync {
         object.clone()
     }
 
-    /// Returns its form in a trace of `phase`.
-    fn traced<'py>(&self, object: &Bound<'py, PyAny>, phase: Phase) -> Trace<'py>;
+    /// Returns its form in a trace of `phase`. One that depends on more than the value, as on the
+    /// positions of a call's tokens, breaks the graph, which does not know the calls that will run it.
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(Some(Traced::breaking(object.clone())))
+    }
 }
 
 /// Finds the native hook that an object is.
