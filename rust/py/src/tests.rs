@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
+    InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
 };
 use crate::rows::numbers::Rows;
 
@@ -63,9 +63,9 @@ impl InBatch for Double {
         }))
     }
 
-    fn join(&self, parts: &[MergedPart<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[MergedPart<'_, '_>], _select: &Select<'_>) -> PyResult<Joints> {
         let rows = parts.iter().map(|part| part.rows.clone().into_owned());
-        Ok(Box::new(Doubles(rows.collect())))
+        Ok(vec![Box::new(Doubles(rows.collect()))])
     }
 }
 
@@ -73,19 +73,20 @@ impl InBatch for Double {
 struct Doubles(Vec<Rows>);
 
 impl Joint for Doubles {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()> {
         TOGETHER.fetch_add(1, Ordering::Relaxed);
-        let value = shared
-            .value
-            .call_method0(intern!(shared.value.py(), "clone"))?;
+        let now = merged.now(shared);
+        let value = now.call_method0(intern!(now.py(), "clone"))?;
         for rows in &self.0 {
             let own = rows.narrow(&value, shared.layout.dim)?;
             rows.write(&value, shared.layout.dim, &own.mul(2)?)?;
         }
-        Ok(MergedResult {
-            value: Some(value),
-            failed: Vec::new(),
-        })
+        merged.value = Some(value);
+        Ok(())
     }
 
     fn traverse(&self, _visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {

@@ -14,43 +14,21 @@ use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
-    same_part, whole_part_of,
+    InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, groups,
+    in_batch, same_part, whole_part_of,
 };
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::TokenPositions;
 use crate::torch::made::StreamOrder;
 use crate::torch::tensors::{any_tensor, map_tensors, requires_grad, version_if_any};
 
-/// Recorders of some members.
-pub struct JointCaptures(Vec<CaptureGroup>);
-
-/// Recorders of the same part of a value.
+/// Recorders of some members, of the same part of a value.
 struct CaptureGroup {
     /// Number of the part of each, itself, and its rows.
     recorders: Vec<(usize, Py<Recorder>, Rows)>,
     /// True if they store copies.
     clones: bool,
     selection: Arc<Selection>,
-}
-
-impl JointCaptures {
-    pub fn of(parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
-        let groups = groups(parts, alike)?.into_iter().map(|group| {
-            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
-            let mut recorders = Vec::with_capacity(group.len());
-            for (number, part) in group.iter().zip(&of_group) {
-                let recorder = part.hook.cast::<Recorder>()?.clone().unbind();
-                recorders.push((*number, recorder, (*part.rows).clone()));
-            }
-            Ok(CaptureGroup {
-                clones: clones(of_group[0].hook.cast()?),
-                recorders,
-                selection: select.rows(&of_group),
-            })
-        });
-        Ok(Self(groups.collect::<PyResult<_>>()?))
-    }
 }
 
 fn clones(recorder: &Bound<'_, Recorder>) -> bool {
@@ -64,24 +42,13 @@ fn alike(first: &Bound<'_, Recorder>, second: &Bound<'_, Recorder>) -> PyResult<
     Ok(same && clones(first) == clones(second))
 }
 
-impl Joint for JointCaptures {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
-        let mut merged = MergedResult::default();
-        for group in &self.0 {
-            group.store(shared, &mut merged.failed);
-        }
-        Ok(merged)
-    }
-
-    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        let mut recorders = self.0.iter().flat_map(|group| &group.recorders);
-        recorders.try_for_each(|(_, recorder, _)| visit.call(recorder))
-    }
-}
-
-impl CaptureGroup {
-    /// Stores the rows of each; `failed` takes the errors of parts.
-    fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
+impl Joint for CaptureGroup {
+    /// Stores the rows of each.
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()> {
         let py = shared.value.py();
         let (_, first, _) = &self.recorders[0];
         let part = match &first.get().part {
@@ -115,10 +82,16 @@ impl CaptureGroup {
                 record(&collector, this.index, &own, positions, true).map(drop)
             };
             if let Err(error) = store() {
-                failed.push((*number, error));
+                merged.failed.push((*number, error));
             }
             start += rows.len();
         }
+        Ok(())
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut recorders = self.recorders.iter();
+        recorders.try_for_each(|(_, recorder, _)| visit.call(recorder))
     }
 }
 
@@ -298,7 +271,20 @@ impl InBatch for Recorder {
         }))
     }
 
-    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(JointCaptures::of(parts, select)?))
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Joints> {
+        let groups = groups(parts, alike)?.into_iter().map(|group| {
+            let mut recorders = Vec::with_capacity(group.len());
+            for number in &group {
+                let part = &parts[*number];
+                let recorder = part.hook.cast::<Self>()?.clone().unbind();
+                recorders.push((*number, recorder, (*part.rows).clone()));
+            }
+            Ok(Box::new(CaptureGroup {
+                clones: clones(parts[group[0]].hook.cast()?),
+                recorders,
+                selection: select.rows(parts, &group),
+            }) as Box<dyn Joint>)
+        });
+        groups.collect()
     }
 }

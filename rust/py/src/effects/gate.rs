@@ -12,8 +12,8 @@ use crate::effects::tokens::ActingTokens;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
-    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
-    same_part, whole_part_of,
+    InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, groups,
+    in_batch, same_part, whole_part_of,
 };
 use crate::rows::matrix::CallArguments;
 use crate::rows::numbers::Selection;
@@ -102,16 +102,16 @@ impl InBatch for GateHook {
         }))
     }
 
-    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Joints> {
         let groups = groups::<Self>(parts, |first, second| {
             let parts = [first, second].map(|it| it.get().part.as_ref());
             same_part(first.py(), parts[0], parts[1])
         })?;
         let groups = groups.into_iter().map(|group| {
-            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let mut hooks = Vec::new();
             let mut tokens = Vec::new();
-            for (number, part) in group.iter().zip(&of_group) {
+            for number in &group {
+                let part = &parts[*number];
                 let hook = part.hook.cast::<Self>()?;
                 tokens.push(TokenPart {
                     number: *number,
@@ -120,21 +120,18 @@ impl InBatch for GateHook {
                 });
                 hooks.push(hook.clone().unbind());
             }
-            Ok(GateGroup {
+            Ok(Box::new(GateGroup {
                 hooks,
                 parts: tokens,
-                selection: select.rows(&of_group),
+                selection: select.rows(parts, &group),
                 joined: OnceLock::new(),
-            })
+            }) as Box<dyn Joint>)
         });
-        Ok(Box::new(JointGates(groups.collect::<PyResult<_>>()?)))
+        groups.collect()
     }
 }
 
-/// Gates of some members.
-struct JointGates(Vec<GateGroup>);
-
-/// Gates of the same part of a value.
+/// Gates of some members, of the same part of a value.
 struct GateGroup {
     hooks: Vec<Py<GateHook>>,
     parts: Vec<TokenPart>,
@@ -160,9 +157,16 @@ impl GateGroup {
         }
         Ok(joined)
     }
+}
 
-    /// Makes the gates read their rows; `failed` takes the errors of parts.
-    fn read(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) -> PyResult<()> {
+impl Joint for GateGroup {
+    /// Makes the gates read their rows.
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()> {
+        let failed = &mut merged.failed;
         let py = shared.value.py();
         let part = self.hooks[0].get().part.as_ref();
         let x = match part {
@@ -189,24 +193,9 @@ impl GateGroup {
         failed.extend(tokens.failures(&self.parts, errors));
         Ok(())
     }
-}
-
-impl Joint for JointGates {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
-        let mut merged = MergedResult::default();
-        for group in &self.0 {
-            group.read(shared, &mut merged.failed)?;
-        }
-        Ok(merged)
-    }
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for group in &self.0 {
-            visit.call(group.joined.get())?;
-            for hook in &group.hooks {
-                visit.call(hook)?;
-            }
-        }
-        Ok(())
+        visit.call(self.joined.get())?;
+        self.hooks.iter().try_for_each(|hook| visit.call(hook))
     }
 }

@@ -11,13 +11,13 @@ use pyo3::prelude::*;
 
 use crate::cpython::invoke;
 use crate::effects::intervention::{InterventionBase, Strength, lerp};
-use crate::effects::together::{InterventionGroup, JointInterventions};
+use crate::effects::together::InterventionGroup;
 use crate::gates::conditions::{Strengths, TokenChoice};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
 use crate::rows::at::Chosen;
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
-    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
+    InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
 };
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
@@ -229,13 +229,12 @@ impl InBatch for MaskedHook {
 
     // Nothing is checked ahead: a hook fails its member only where it acts.
 
-    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Joints> {
         let inner = interventions(parts)?;
-        let groups = JointInterventions::of(&as_parts(parts, &inner), select)?.0;
-        let groups = groups
-            .into_iter()
-            .map(|group| ConditionalGroup::of(parts, group));
-        Ok(Box::new(JointConditional(groups.collect::<PyResult<_>>()?)))
+        let groups = InterventionGroup::all(&as_parts(parts, &inner), select)?.into_iter();
+        let groups =
+            groups.map(|it| Ok(Box::new(ConditionalGroup::of(parts, it)?) as Box<dyn Joint>));
+        groups.collect()
     }
 }
 
@@ -263,10 +262,7 @@ fn as_parts<'a, 'py>(
         .collect()
 }
 
-/// Interventions of some members under conditions or with strengths.
-struct JointConditional(Vec<ConditionalGroup>);
-
-/// Interventions of one kind.
+/// Interventions of some members, of one kind, under conditions or with strengths.
 struct ConditionalGroup {
     interventions: InterventionGroup,
     hooks: Vec<Py<MaskedHook>>,
@@ -337,28 +333,23 @@ impl ConditionalGroup {
     }
 }
 
-impl Joint for JointConditional {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
-        let mut merged = MergedResult::default();
-        for group in &self.0 {
-            let Some(blend) = group.decide(shared, &mut merged.failed)? else {
-                continue;
-            };
-            let now = merged.value.as_ref().unwrap_or(shared.value);
+impl Joint for ConditionalGroup {
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()> {
+        if let Some(blend) = self.decide(shared, &mut merged.failed)? {
+            let now = merged.now(shared);
             let blend = |changed: &_, x: &_| blend.of(changed, x);
-            merged.value = Some(group.interventions.run(shared, now, Some(&blend))?);
+            merged.value = Some(self.interventions.apply(shared, now, Some(&blend))?);
         }
-        Ok(merged)
+        Ok(())
     }
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for group in &self.0 {
-            group.interventions.traverse(visit)?;
-            for hook in &group.hooks {
-                visit.call(hook)?;
-            }
-        }
-        Ok(())
+        self.interventions.traverse(visit)?;
+        self.hooks.iter().try_for_each(|hook| visit.call(hook))
     }
 }
 

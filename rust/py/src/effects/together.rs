@@ -13,8 +13,8 @@ use crate::effects::intervention::{Change, InterventionBase, Table, with_residua
 use crate::error::type_name;
 use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::calls::merging::{
-    InBatch, Joint, MergedPart, MergedResult, Merging, Select, SharedValue, groups, in_batch,
-    same_part,
+    InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, groups,
+    in_batch, same_part,
 };
 use crate::rows::numbers::Selection;
 use crate::torch;
@@ -57,10 +57,7 @@ fn spread<'py>(
     rows.call_method1(intern!(py, "view"), (shape,))
 }
 
-/// Interventions of some members.
-pub struct JointInterventions(pub Vec<InterventionGroup>);
-
-/// Interventions of one kind, on the same part of a value.
+/// Interventions of some members, of one kind and on the same part of a value.
 pub struct InterventionGroup {
     /// Number of the part of each.
     pub parts: Vec<usize>,
@@ -68,26 +65,6 @@ pub struct InterventionGroup {
     /// Numbers of the interventions.
     key: Box<[u64]>,
     selection: Arc<Selection>,
-}
-
-impl JointInterventions {
-    pub fn of(parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
-        let mut hooks = Vec::with_capacity(parts.len());
-        for part in parts {
-            hooks.push(part.hook.cast::<InterventionBase>()?);
-        }
-        let groups = groups(parts, alike)?.into_iter().map(|group| {
-            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
-            let hooks = group.iter().map(|number| hooks[*number]);
-            InterventionGroup {
-                key: hooks.clone().map(|hook| hook.get().number).collect(),
-                hooks: hooks.map(|hook| hook.clone().unbind()).collect(),
-                selection: select.rows(&of_group),
-                parts: group,
-            }
-        });
-        Ok(Self(groups.collect()))
-    }
 }
 
 /// True if interventions are of one kind, on the same part of a value, with one reader if any, and all
@@ -116,20 +93,18 @@ fn has_fractions(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
             .is_truthy()?)
 }
 
-impl Joint for JointInterventions {
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>> {
-        let mut now = shared.value.clone();
-        for group in &self.0 {
-            now = group.run(shared, &now, None)?;
-        }
-        Ok(MergedResult {
-            value: Some(now),
-            failed: Vec::new(),
-        })
+impl Joint for InterventionGroup {
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()> {
+        merged.value = Some(self.apply(shared, merged.now(shared), None)?);
+        Ok(())
     }
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.0.iter().try_for_each(|group| group.traverse(visit))
+        self.hooks.iter().try_for_each(|hook| visit.call(hook))
     }
 }
 
@@ -138,12 +113,23 @@ pub type BlendRows<'a, 'py> =
     dyn Fn(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> + 'a;
 
 impl InterventionGroup {
-    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.hooks.iter().try_for_each(|hook| visit.call(hook))
+    /// Groups interventions that are alike.
+    pub fn all(parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Vec<Self>> {
+        let groups = groups(parts, alike)?.into_iter().map(|group| {
+            let hooks = group.iter().map(|number| parts[*number].hook.cast());
+            let hooks: Vec<&Bound<'_, InterventionBase>> = hooks.collect::<Result<_, _>>()?;
+            Ok(Self {
+                key: hooks.iter().map(|hook| hook.get().number).collect(),
+                hooks: hooks.into_iter().map(|it| it.clone().unbind()).collect(),
+                selection: select.rows(parts, &group),
+                parts: group,
+            })
+        });
+        groups.collect()
     }
 
     /// Applies the interventions to their rows of a value, changed by `blend` if there is one.
-    pub fn run<'py>(
+    pub fn apply<'py>(
         &self,
         shared: &SharedValue<'_, 'py>,
         value: &Bound<'py, PyAny>,
@@ -362,6 +348,7 @@ impl InBatch for InterventionBase {
         &self,
         parts: &[MergedPart<'_, 'py>],
         value: &Bound<'py, PyAny>,
+        describe: &dyn Fn(usize) -> String,
     ) -> PyResult<Vec<(usize, PyErr)>> {
         let py = value.py();
         // Width of a tensor of floating point that is the value itself.
@@ -387,7 +374,7 @@ impl InBatch for InterventionBase {
             }
             let change = Change {
                 intervention,
-                describe: part.describe,
+                describe: &|| describe(number),
                 mask: None,
                 strength: None,
             };
@@ -404,7 +391,8 @@ impl InBatch for InterventionBase {
         Ok(failed)
     }
 
-    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(JointInterventions::of(parts, select)?))
+    fn join(&self, parts: &[MergedPart<'_, '_>], select: &Select<'_>) -> PyResult<Joints> {
+        let groups = InterventionGroup::all(parts, select)?.into_iter();
+        Ok(groups.map(|it| Box::new(it) as Box<dyn Joint>).collect())
     }
 }

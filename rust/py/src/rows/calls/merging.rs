@@ -35,8 +35,6 @@ pub struct MergedPart<'a, 'py> {
     pub key: (usize, Option<usize>),
     /// Rows that it is for.
     pub rows: Cow<'a, Rows>,
-    /// Describes hook, phase and module, for errors.
-    pub describe: &'a dyn Fn() -> String,
 }
 
 /// Groups parts whose hooks are alike: numbers of the parts, in order.
@@ -100,10 +98,11 @@ pub struct Select<'a>(
 );
 
 impl Select<'_> {
-    pub fn rows(&self, parts: &[&MergedPart<'_, '_>]) -> Arc<Selection> {
-        let rows: Vec<&Rows> = parts.iter().map(|part| &*part.rows).collect();
+    /// `group`: numbers of the parts.
+    pub fn rows(&self, parts: &[MergedPart<'_, '_>], group: &[usize]) -> Arc<Selection> {
+        let rows: Vec<&Rows> = group.iter().map(|part| &*parts[*part].rows).collect();
         match self.0 {
-            Some(made) => made.get(parts.iter().map(|part| part.key).collect(), &rows),
+            Some(made) => made.get(group.iter().map(|part| parts[*part].key).collect(), &rows),
             None => Arc::new(Selection::of(&rows)),
         }
     }
@@ -125,14 +124,21 @@ pub struct SharedValue<'a, 'py> {
     pub describe: &'a dyn Fn(usize) -> String,
 }
 
-/// Merged hooks of some members, for calls with the same rows.
+/// Merged hooks of some members that are alike, for calls with the same rows.
 pub trait Joint: Send + Sync {
-    /// Runs the hooks. An error of one part fails its member; after an error of all, each hook runs
-    /// separately.
-    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<MergedResult<'py>>;
+    /// Runs the hooks on the result of those before them. An error of one part fails its member; after
+    /// an error of all, each hook runs separately.
+    fn run<'py>(
+        &self,
+        shared: &SharedValue<'_, 'py>,
+        merged: &mut MergedResult<'py>,
+    ) -> PyResult<()>;
 
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
 }
+
+/// Merged hooks of one class, in the order in which they run.
+pub type Joints = Vec<Box<dyn Joint>>;
 
 /// Result of merged hooks.
 #[derive(Default)]
@@ -141,6 +147,13 @@ pub struct MergedResult<'py> {
     pub value: Option<Bound<'py, PyAny>>,
     /// Parts that failed.
     pub failed: Vec<(usize, PyErr)>,
+}
+
+impl<'py> MergedResult<'py> {
+    /// The value so far.
+    pub fn now<'a>(&'a self, shared: &'a SharedValue<'_, 'py>) -> &'a Bound<'py, PyAny> {
+        self.value.as_ref().unwrap_or(shared.value)
+    }
 }
 
 /// Native hook that says how it runs in batches.
@@ -174,22 +187,19 @@ pub trait InBatch: Native {
     }
 
     /// Returns the parts, of hooks of this class, for which the [merged](Self::merges) hook cannot
-    /// run.
+    /// run. `describe`: describes hook, phase and module of a part, for errors.
     fn check_parts<'py>(
         &self,
         _parts: &[MergedPart<'_, 'py>],
         _value: &Bound<'py, PyAny>,
+        _describe: &dyn Fn(usize) -> String,
     ) -> PyResult<Vec<(usize, PyErr)>> {
         Ok(Vec::new())
     }
 
     /// Joins [merged](Self::merges) hooks of this class, one of each of some members. A class without
     /// hooks that merge is never asked.
-    fn join(
-        &self,
-        _parts: &[MergedPart<'_, '_>],
-        _select: &Select<'_>,
-    ) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, _parts: &[MergedPart<'_, '_>], _select: &Select<'_>) -> PyResult<Joints> {
         Err(PyNotImplementedError::new_err(
             "hooks that merge are joined",
         ))

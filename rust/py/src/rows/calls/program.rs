@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::hooks::hook::Hook;
-use crate::rows::calls::merging::{Joint, Merging};
+use crate::rows::calls::merging::{Joints, Merging};
 use crate::torch::tensors::tensors_of;
 
 /// Hooks of a member in firing order.
@@ -44,7 +44,7 @@ pub struct Program {
 pub struct Stage {
     pub hooks: Vec<StageHook>,
     /// All of them, joined.
-    joint: OnceLock<Arc<dyn Joint>>,
+    joint: OnceLock<Arc<Joints>>,
 }
 
 /// A hook in a stage.
@@ -136,9 +136,8 @@ impl Program {
             for hook in &stage.hooks {
                 visit.call(&hook.merging.hook)?;
             }
-            if let Some(joint) = stage.joint.get() {
-                joint.traverse(visit)?;
-            }
+            let mut joint = stage.joint.get().into_iter().flat_map(|it| it.iter());
+            joint.try_for_each(|it| it.traverse(visit))?;
         }
         Ok(())
     }
@@ -146,10 +145,7 @@ impl Program {
 
 impl Stage {
     /// Returns all of its hooks joined, by `make` the first time.
-    pub fn joint(
-        &self,
-        make: impl FnOnce() -> PyResult<Arc<dyn Joint>>,
-    ) -> PyResult<Arc<dyn Joint>> {
+    pub fn joint(&self, make: impl FnOnce() -> PyResult<Arc<Joints>>) -> PyResult<Arc<Joints>> {
         if let Some(joint) = self.joint.get() {
             return Ok(Arc::clone(joint));
         }

@@ -14,7 +14,9 @@ use crate::error::rows_error;
 use crate::hooks::hook::Hook;
 use crate::hooks::site::is_fault;
 use crate::rows::batch::BatchBase;
-use crate::rows::calls::merging::{Joint, MergedPart, Select, SharedValue, in_batch_of, of_hook};
+use crate::rows::calls::merging::{
+    Joints, MergedPart, MergedResult, Select, SharedValue, in_batch_of, of_hook,
+};
 use crate::rows::calls::program::{MergingMember, Program, StageHook};
 use crate::rows::calls::value::note_run;
 use crate::rows::layout::Layout;
@@ -94,19 +96,14 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
         }
     }
 
-    /// Calls `run` with the parts of some hooks.
-    fn with_parts<R>(
+    /// Returns the parts of some hooks.
+    fn parts(
         &self,
-        py: Python<'_>,
-        hooks: &[&StageHook],
-        run: impl FnOnce(&[MergedPart<'_, '_>]) -> PyResult<R>,
-    ) -> PyResult<R> {
-        let describes: Vec<_> = hooks
-            .iter()
-            .map(|hook| move || (self.describe)(&hook.entry))
-            .collect();
+        py: Python<'py>,
+        hooks: &[&'a StageHook],
+    ) -> PyResult<Vec<MergedPart<'a, 'py>>> {
         let mut parts = Vec::with_capacity(hooks.len());
-        for (hook, describe) in hooks.iter().zip(&describes) {
+        for hook in hooks {
             let (member, merging) = (hook.member, &hook.merging);
             let all = self.layout.rows(self.batch.all(), member);
             let rows = match self.places(hook) {
@@ -119,10 +116,9 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                 hook: merging.hook.bind(py),
                 key: (member, merging.at.as_ref().map(|(at, _)| *at)),
                 rows,
-                describe,
             });
         }
-        run(&parts)
+        Ok(parts)
     }
 
     /// Places of a hook's tokens among its member's tokens; None if it is for all.
@@ -197,11 +193,12 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
             } else {
                 join()?
             };
-            let merged = match joint.run(&shared) {
-                Ok(merged) => merged,
+            let mut merged = MergedResult::default();
+            match joint.iter().try_for_each(|it| it.run(&shared, &mut merged)) {
+                Ok(()) => {}
                 Err(error) if is_fault(py, &error) => return Ok(Err(error)),
                 Err(error) => return Err(error),
-            };
+            }
             let is_new = merged.value.is_some();
             changed = merged.value.or(changed);
             for (number, error) in merged.failed {
@@ -247,7 +244,7 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
         })
     }
 
-    fn join(&self, py: Python<'_>, hooks: &[&StageHook]) -> PyResult<Arc<dyn Joint>> {
+    fn join(&self, py: Python<'py>, hooks: &[&'a StageHook]) -> PyResult<Arc<Joints>> {
         let in_batch = in_batch_of(hooks[0].merging.hook.bind(py))?;
         // A repeat may have other positions than the batch has now.
         let repeats = self.run.is_some_and(|run| run.replay().is_some());
@@ -256,8 +253,9 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
         } else {
             self.batch.selections(self.layout)
         });
-        let joint = self.with_parts(py, hooks, |parts| in_batch.join(parts, &select))?;
-        Ok(joint.into())
+        in_batch
+            .join(&self.parts(py, hooks)?, &select)
+            .map(Arc::new)
     }
 
     /// Checks all hooks before one runs: the rows of a member that fails stay as they are.
@@ -279,8 +277,9 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
                 continue;
             };
             let in_batch = in_batch_of(first.merging.hook.bind(py))?;
-            let check = |parts: &[MergedPart<'_, '_>]| in_batch.check_parts(parts, value);
-            for (number, error) in self.with_parts(py, &concerned, check)? {
+            let parts = self.parts(py, &concerned)?;
+            let describe = |part: usize| (self.describe)(&concerned[part].entry);
+            for (number, error) in in_batch.check_parts(&parts, value, &describe)? {
                 fine = false;
                 let hook = concerned[number];
                 let _counted = self.owned(py, hook).enter(inside);
