@@ -15,7 +15,6 @@ use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
-use crate::rows::at::Chosen;
 use crate::rows::calls::merging::Places;
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
@@ -214,9 +213,8 @@ impl Source {
         };
         let tracker = self.tracker(py, owner)?;
         let own = tokens.and_then(|it| it.own.as_ref());
-        let mask = match TokenTracker::chosen(tracker, at, own)? {
-            Chosen::Nothing => return Ok(None),
-            Chosen::At(mask) => mask,
+        let Some(mask) = TokenTracker::chosen(tracker, at, own)? else {
+            return Ok(None);
         };
         let positions = match positions {
             Some(all) => all.at(&mask.places(py)?, 0),

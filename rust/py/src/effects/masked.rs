@@ -14,7 +14,6 @@ use crate::effects::intervention::{InterventionBase, Strength, lerp};
 use crate::effects::together::InterventionGroup;
 use crate::gates::conditions::{Strengths, TokenChoice};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
-use crate::rows::at::Chosen;
 use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
     InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
@@ -104,7 +103,7 @@ impl MaskedHook {
         let tracker = TokenTracker::of(py, self.tracker.as_ref(), turn.owner)?;
         let tokens = Tokens::of(turn);
         let own = tokens.and_then(|it| it.own.as_ref());
-        let Chosen::At(mask) = TokenTracker::chosen(tracker, at, own)? else {
+        let Some(mask) = TokenTracker::chosen(tracker, at, own)? else {
             return Ok(None);
         };
         let Some(condition) = &self.condition else {

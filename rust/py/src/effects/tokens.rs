@@ -7,7 +7,6 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
-use crate::rows::at::Chosen;
 use crate::rows::call_tokens::CallTokens;
 use crate::rows::calls::merging::{InBatch, in_batch};
 use crate::rows::mask::Mask;
@@ -36,7 +35,7 @@ impl<'a, 'py> ActingTokens<'a, 'py> {
         let tracker = TokenTracker::of(py, tracker, turn.owner)?;
         let tokens = Tokens::of(turn);
         let own = tokens.and_then(|it| it.own.as_ref());
-        let Chosen::At(mask) = TokenTracker::chosen(tracker, at, own)? else {
+        let Some(mask) = TokenTracker::chosen(tracker, at, own)? else {
             return Ok(None);
         };
         let found = TokenTracker::tokens_at(tracker, at, tokens, turn.describe)?;

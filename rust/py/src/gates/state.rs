@@ -378,7 +378,7 @@ fn counted(
 ) -> PyResult<Vec<i64>> {
     let each: Vec<_> = positions.iter().copied().map(Position).collect();
     at.check(py, prompt)?;
-    let places = at.places(py, &each, prompt)?;
+    let places = at.places(py, &each, each.len(), prompt.as_slice())?;
     Ok(places.into_iter().map(|place| positions[place.0]).collect())
 }
 

@@ -13,7 +13,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::FrameSlot;
 use crate::error::{hook_type_error, rows_error};
 use crate::rows::mask::Mask;
-use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors};
+use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPlace, TokenPositions};
 
 const NOT_AHEAD: &str = "the rows of the module, see `gathered`, are not in the first dimension of its \
                          tensors, so that the tokens at positions are not known there: leave out at=";
@@ -105,27 +105,6 @@ impl At {
         Ok(())
     }
 
-    /// Calls the function with the positions of rows of one length; returns places, row after row.
-    fn chosen_by_function(
-        &self,
-        py: Python<'_>,
-        rows: &[&[Position]],
-        lengths: &[i64],
-    ) -> PyResult<Vec<usize>> {
-        let count = rows.iter().map(|row| row.len()).sum();
-        let positions = rows
-            .iter()
-            .map(|row| row.iter().map(|it| it.0).collect::<Vec<_>>());
-        let positions: Vec<_> = positions.collect();
-        let places = self.given.bind(py).call1((positions, lengths))?;
-        let places: Vec<usize> = places.extract()?;
-        if places.iter().any(|place| *place >= count) {
-            let message = "a place is out of range of the rows";
-            return Err(PyValueError::new_err(message));
-        }
-        Ok(places)
-    }
-
     /// Returns the test of a position; None for a function, which is called once for all. `prompt`:
     /// length of the prompt, see `check`.
     pub fn test(&self, prompt: Option<i64>) -> Option<Box<dyn Fn(Position) -> bool>> {
@@ -153,21 +132,36 @@ impl At {
         }))
     }
 
-    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt, see `check`.
+    /// Returns the places of the tokens that are at them, row after row. `positions`: of rows of one
+    /// `width`, one after the other; `prompts`: length of each row's prompt, or of all, see `check`. A
+    /// function is called once, with the positions of all rows and the lengths of their prompts.
     pub fn places(
         &self,
         py: Python<'_>,
         positions: &[Position],
-        prompt: Option<i64>,
-    ) -> PyResult<Vec<MemberPlace>> {
-        let Some(test) = self.test(prompt) else {
-            let length = prompt.unwrap_or_default();
-            let places = self.chosen_by_function(py, &[positions], &[length])?;
-            return Ok(places.into_iter().map(MemberPlace).collect());
-        };
-        let places = positions.iter().enumerate();
-        let places = places.filter(|(_, position)| test(**position));
-        Ok(places.map(|(place, _)| MemberPlace(place)).collect())
+        width: usize,
+        prompts: &[i64],
+    ) -> PyResult<Vec<TokenPlace>> {
+        let prompt = |row: usize| prompts.get(row).or(prompts.first()).copied();
+        let rows = || positions.chunks(width.max(1)).enumerate();
+        let mut all = Vec::new();
+        for (row, own) in rows() {
+            let Some(test) = self.test(prompt(row)) else {
+                let of_row = |(_, row): (_, &[Position])| row.iter().map(|it| it.0).collect();
+                let lengths = rows().map(|(row, _)| prompt(row).unwrap_or_default());
+                let arguments: (Vec<Vec<_>>, Vec<_>) =
+                    (rows().map(of_row).collect(), lengths.collect());
+                let places: Vec<usize> = self.given.bind(py).call1(arguments)?.extract()?;
+                if places.iter().any(|place| *place >= positions.len()) {
+                    let message = "a place is out of range of the rows";
+                    return Err(PyValueError::new_err(message));
+                }
+                return Ok(places.into_iter().map(TokenPlace).collect());
+            };
+            let chosen = own.iter().enumerate().filter(|(_, it)| test(**it));
+            all.extend(chosen.map(|(column, _)| TokenPlace(row * width + column)));
+        }
+        Ok(all)
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -197,7 +191,7 @@ pub fn places_at(
 ) -> PyResult<Vec<usize>> {
     at.check(py, prompt_length)?;
     let positions: Vec<_> = positions.into_iter().map(Position).collect();
-    let places = at.places(py, &positions, prompt_length)?;
+    let places = at.places(py, &positions, positions.len(), prompt_length.as_slice())?;
     Ok(places.into_iter().map(|place| place.0).collect())
 }
 
@@ -235,10 +229,8 @@ pub fn name_positions(frame: &Bound<'_, Frame>, ats: Vec<At>) {
 pub enum Masks {
     /// Masks of (batch, length).
     Tokens(MasksOfTokens),
-    /// Rows of a batch.
-    Rows(PlacesOfRows),
-    /// Tokens of padded rows of a batch.
-    Padded(PlacesOfTokens),
+    /// Tokens of a member of a batch.
+    Member(PlacesOfMember),
 }
 
 /// Masks of tokens, for each of the positions of a plan.
@@ -255,87 +247,44 @@ pub struct MasksOfTokens {
     found: Box<[OnceLock<TokenPositions>]>,
 }
 
-/// Places of tokens among a member's rows of the batch, for each of the positions of its plan.
-pub struct PlacesOfRows {
-    places: Box<[Vec<MemberPlace>]>,
-    /// Number of the member's rows, and their dimension.
-    count: usize,
-    dim: usize,
-    /// Length of the member's prompt; None if it is not known.
-    prompt: Option<i64>,
-    /// Each made when it is first needed.
-    masks: Box<[OnceLock<Arc<Mask>>]>,
-}
-
-/// Places of tokens in a member's padded rows, for each of the positions of its plan.
-pub struct PlacesOfTokens {
+/// Places of a member's tokens in its rows of the batch, for each of the positions of its plan.
+pub struct PlacesOfMember {
     places: Box<[Vec<TokenPlace>]>,
-    /// Number of rows, and of columns.
-    shape: [usize; 2],
+    /// Shape of their masks: (1, ..., rows), or that of padded rows.
+    shape: Vec<usize>,
+    /// True for padded rows; else a row is a token.
+    padded: bool,
     /// Length of each row's prompt, or of all; none if they are not known.
     prompts: Arc<[i64]>,
     /// Each made when it is first needed.
     masks: Box<[OnceLock<Arc<Mask>>]>,
 }
 
-/// Tokens at one of the positions of a plan.
-#[derive(Clone)]
-pub enum Chosen {
-    Nothing,
-    At(Arc<Mask>),
-}
+/// Tokens at one of the positions of a plan; None if there are none.
+pub type Chosen = Option<Arc<Mask>>;
 
 impl Masks {
-    /// Finds the tokens of a member whose rows are single tokens. Raises if a function does.
-    pub fn of_rows(
+    /// Finds the tokens of a member: its rows along a dimension, or padded rows of so many columns.
+    /// `prompts`: length of each row's prompt, or of all. Raises if a function does.
+    pub fn of_member(
         py: Python<'_>,
-        ats: &PlanPositions,
+        PlanPositions(ats): &PlanPositions,
         positions: &[Position],
-        prompt: Option<i64>,
+        columns: Option<usize>,
+        prompts: Arc<[i64]>,
         dim: usize,
     ) -> PyResult<Self> {
-        let PlanPositions(ats) = ats;
-        let places = ats.iter().map(|at| at.places(py, positions, prompt));
-        Ok(Self::Rows(PlacesOfRows {
+        let width = columns.unwrap_or(positions.len());
+        let places = ats
+            .iter()
+            .map(|at| at.places(py, positions, width, &prompts));
+        Ok(Self::Member(PlacesOfMember {
             places: places.collect::<PyResult<_>>()?,
-            count: positions.len(),
-            dim,
-            prompt,
-            masks: ats.iter().map(|_| OnceLock::new()).collect(),
-        }))
-    }
-
-    /// Finds the tokens of a member whose rows are padded. Raises if a function does.
-    pub fn of_padded(
-        py: Python<'_>,
-        ats: &PlanPositions,
-        positions: &[Position],
-        columns: usize,
-        prompts: Arc<[i64]>,
-    ) -> PyResult<Self> {
-        let PlanPositions(ats) = ats;
-        let rows = positions.len() / columns;
-        let of_all = |at: &At| {
-            if matches!(at.kind, PositionsKind::Function) {
-                let of_rows: Vec<_> = positions.chunks(columns).collect();
-                let length = |row| prompts.get(row).or(prompts.first()).copied();
-                let lengths: Vec<_> = (0..rows)
-                    .map(|row| length(row).unwrap_or_default())
-                    .collect();
-                let places = at.chosen_by_function(py, &of_rows, &lengths)?;
-                return Ok(places.into_iter().map(TokenPlace).collect());
-            }
-            let mut all = Vec::new();
-            for (row, positions) in positions.chunks(columns).enumerate() {
-                let prompt = prompts.get(row).or_else(|| prompts.first());
-                let places = at.places(py, positions, prompt.copied())?;
-                all.extend(places.iter().map(|it| TokenPlace(row * columns + it.0)));
-            }
-            Ok(all)
-        };
-        Ok(Self::Padded(PlacesOfTokens {
-            places: ats.iter().map(of_all).collect::<PyResult<_>>()?,
-            shape: [rows, columns],
+            shape: match columns {
+                Some(columns) => vec![positions.len() / columns, columns],
+                None => of_dim(positions.len(), dim),
+            },
+            padded: columns.is_some(),
             masks: ats.iter().map(|_| OnceLock::new()).collect(),
             prompts,
         }))
@@ -346,13 +295,18 @@ impl Masks {
     pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
         let of_batch = match self {
             Self::Tokens(tokens) => tokens.chosen[at].clone(),
-            Self::Padded(tokens) => tokens.chosen(py, at)?,
-            Self::Rows(rows) => {
-                let mask = rows.mask(py, at, own)?;
-                return Ok(mask.map_or(Chosen::Nothing, Chosen::At));
+            Self::Member(member) => {
+                if let Some(own @ OwnRows::Gathered { places, dim }) = own
+                    && let Some(rows) = member.rows(at)
+                {
+                    let (chosen, shape) = (own.among(&rows), of_dim(places.len(), *dim));
+                    let mask = (!chosen.is_empty()).then(|| Mask::of_places(py, &chosen, &shape));
+                    return Ok(mask.transpose()?.map(Arc::new));
+                }
+                member.mask(py, at)?
             }
         };
-        let (Chosen::At(mask), Some(own)) = (&of_batch, own) else {
+        let (Some(mask), Some(own)) = (&of_batch, own) else {
             return Ok(of_batch);
         };
         let own = match own {
@@ -360,7 +314,7 @@ impl Masks {
             OwnRows::Gathered { places, .. } => mask.at(py, places)?,
             OwnRows::Matrix => Some(mask.flat(py)?),
         };
-        Ok(own.map_or(Chosen::Nothing, |own| Chosen::At(Arc::new(own))))
+        Ok(own.map(Arc::new))
     }
 
     /// Returns the positions of a call's tokens that are at one of the positions; None for a member of a
@@ -368,7 +322,7 @@ impl Masks {
     pub fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
         match self {
             Self::Tokens(tokens) => tokens.positions(py, at),
-            Self::Rows(_) | Self::Padded(_) => Ok(None),
+            Self::Member(_) => Ok(None),
         }
     }
 
@@ -379,24 +333,26 @@ impl Masks {
         at: usize,
         own: Option<&OwnRows>,
     ) -> PyResult<Vec<TokenPlace>> {
-        match (self, own) {
-            (Self::Rows(rows), Some(own)) => Ok(own.among(&rows.places[at])),
-            (Self::Rows(rows), None) => Ok(in_tensors(&rows.places[at])),
-            (Self::Padded(tokens), None | Some(OwnRows::Matrix)) => Ok(tokens.places[at].clone()),
-            _ => match self.chosen(py, at, own)? {
-                Chosen::Nothing => Ok(Vec::new()),
-                Chosen::At(mask) => mask.places(py),
-            },
+        if let Self::Member(member) = self {
+            match own {
+                None | Some(OwnRows::Matrix) => return Ok(member.places[at].clone()),
+                Some(own) => {
+                    if let Some(rows) = member.rows(at) {
+                        return Ok(own.among(&rows));
+                    }
+                }
+            }
         }
+        let mask = self.chosen(py, at, own)?;
+        mask.map_or(Ok(Vec::new()), |mask| mask.places(py))
     }
 
     /// Returns the length of each row's prompt; None if they are not known.
     pub fn prompts(&self, py: Python<'_>) -> PyResult<Option<Arc<[i64]>>> {
         match self {
             Self::Tokens(tokens) => tokens.prompts(py),
-            Self::Rows(rows) => Ok(rows.prompt.map(|prompt| Arc::from([prompt]))),
-            Self::Padded(tokens) => {
-                let prompts = &tokens.prompts;
+            Self::Member(member) => {
+                let prompts = &member.prompts;
                 Ok((!prompts.is_empty()).then(|| Arc::clone(prompts)))
             }
         }
@@ -404,10 +360,10 @@ impl Masks {
 
     /// Returns those at one of the positions as places among the rows of the batch; None if they are
     /// not known as such.
-    pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
+    pub fn rows(&self, at: usize) -> Option<Vec<MemberPlace>> {
         match self {
-            Self::Rows(rows) => Some(&rows.places[at]),
-            Self::Tokens(_) | Self::Padded(_) => None,
+            Self::Tokens(_) => None,
+            Self::Member(member) => member.rows(at),
         }
     }
 }
@@ -444,8 +400,7 @@ impl MasksOfTokens {
     /// Returns the positions of the call's tokens at one of the positions, in the order in which a mask
     /// takes them; None if they are unknown, or the call is one of a batch.
     fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
-        let (Some((positions, sequences)), Chosen::At(mask)) = (&self.call, &self.chosen[at])
-        else {
+        let (Some((positions, sequences)), Some(mask)) = (&self.call, &self.chosen[at]) else {
             return Ok(None);
         };
         if let Some(found) = self.found[at].get() {
@@ -461,33 +416,23 @@ impl MasksOfTokens {
     }
 }
 
-impl PlacesOfRows {
-    /// Returns the mask of one of the positions; None if no token is at it.
-    fn mask(
-        &self,
-        py: Python<'_>,
-        at: usize,
-        own: Option<&OwnRows>,
-    ) -> PyResult<Option<Arc<Mask>>> {
+impl PlacesOfMember {
+    /// Returns those at one of the positions as rows of the member; None for padded rows.
+    fn rows(&self, at: usize) -> Option<Vec<MemberPlace>> {
+        let places = self.places[at].iter();
+        (!self.padded).then(|| places.map(|place| MemberPlace(place.0)).collect())
+    }
+
+    /// Returns the mask of one of the positions.
+    fn mask(&self, py: Python<'_>, at: usize) -> PyResult<Chosen> {
         let places = &self.places[at];
-        if let Some(own) = own {
-            let (count, dim) = match own {
-                OwnRows::Gathered { places, dim } => (places.len(), *dim),
-                OwnRows::Matrix => (self.count, 0),
-            };
-            let places = own.among(places);
-            let shape = of_dim(count, dim);
-            let mask = (!places.is_empty()).then(|| Mask::of_places(py, &places, &shape));
-            return Ok(mask.transpose()?.map(Arc::new));
-        }
         if places.is_empty() {
             return Ok(None);
         }
         if let Some(mask) = self.masks[at].get() {
             return Ok(Some(Arc::clone(mask)));
         }
-        let shape = of_dim(self.count, self.dim);
-        let mask = Mask::of_places(py, &in_tensors(places), &shape)?;
+        let mask = Mask::of_places(py, places, &self.shape)?;
         let mask = self.masks[at].get_or_init(|| Arc::new(mask));
         Ok(Some(Arc::clone(mask)))
     }
@@ -496,19 +441,4 @@ impl PlacesOfRows {
 /// Shape of a mask of the rows in a dimension.
 fn of_dim(count: usize, dim: usize) -> Vec<usize> {
     std::iter::repeat_n(1, dim).chain([count]).collect()
-}
-
-impl PlacesOfTokens {
-    fn chosen(&self, py: Python<'_>, at: usize) -> PyResult<Chosen> {
-        let places = &self.places[at];
-        if places.is_empty() {
-            return Ok(Chosen::Nothing);
-        }
-        if let Some(mask) = self.masks[at].get() {
-            return Ok(Chosen::At(Arc::clone(mask)));
-        }
-        let mask = Mask::of_places(py, places, &self.shape)?;
-        let mask = self.masks[at].get_or_init(|| Arc::new(mask));
-        Ok(Chosen::At(Arc::clone(mask)))
-    }
 }

@@ -66,14 +66,10 @@ impl Positions {
             };
             return Err(rows_error(py, message));
         }
-        let prompt = prompts.first().copied();
-        ats.check(py, prompt)?;
+        ats.check(py, prompts.first().copied())?;
         let own = self.of(number, member);
-        let masks = match self.columns {
-            None => Masks::of_rows(py, ats, &own, prompt, dim),
-            Some(columns) => Masks::of_padded(py, ats, &own, columns.max(1), prompts),
-        };
-        match masks {
+        let columns = self.columns.map(|columns| columns.max(1));
+        match Masks::of_member(py, ats, &own, columns, prompts, dim) {
             Ok(masks) => Membership::set_masks(frame, Some(masks)),
             Err(error) => member.fail_with(py, error)?,
         }

@@ -43,10 +43,7 @@ impl TokenTracker {
         sequences: u64,
         lengths: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let chosen = |mask: Bound<'_, PyAny>| {
-            let mask = Mask::of_any(&mask)?;
-            Ok(mask.map_or(Chosen::Nothing, |mask| Chosen::At(Arc::new(mask))))
-        };
+        let chosen = |mask: Bound<'_, PyAny>| Ok(Mask::of_any(&mask)?.map(Arc::new));
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
         let call = positions.map(|positions| (positions, sequences));
         let masks = Masks::Tokens(MasksOfTokens::new(chosen, call, lengths));
@@ -132,7 +129,7 @@ impl TokenTracker {
             let positions = all.at(&places, 0);
             (Some(places), positions)
         } else {
-            if matches!(Self::chosen(slf, at, None)?, Chosen::Nothing) {
+            if Self::chosen(slf, at, None)?.is_none() {
                 return Ok(None);
             }
             (None, Self::positions_at(slf, at)?)
@@ -166,7 +163,6 @@ impl TokenTracker {
     /// Returns one of the positions as places among the rows of the batch; None if they are not
     /// known as such.
     pub fn places(slf: &Bound<'_, Self>, at: usize) -> Option<Vec<MemberPlace>> {
-        let masks = Membership::masks(slf.as_super().get())?;
-        masks.places(at).map(<[_]>::to_vec)
+        Membership::masks(slf.as_super().get())?.rows(at)
     }
 }
