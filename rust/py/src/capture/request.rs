@@ -155,23 +155,6 @@ pub struct Stored<'py> {
     pub mask: Option<Arc<Mask>>,
 }
 
-impl<'py> Stored<'py> {
-    fn whole(
-        collector: Bound<'py, Collector>,
-        index: usize,
-        value: &Bound<'py, PyAny>,
-        positions: Option<TokenPositions>,
-        shared: bool,
-    ) -> PyResult<Self> {
-        let keep = keeping::record(&collector, index, value, positions, shared)?;
-        Ok(Self {
-            collector,
-            keep,
-            mask: None,
-        })
-    }
-}
-
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
 pub struct Source {
     pub collector: Py<Collector>,
@@ -204,33 +187,35 @@ impl Source {
         let shared = tokens.is_some();
         let positions = tokens.and_then(|it| it.positions.clone());
         let collector = self.of_owner(py, owner)?;
-        let Some(at) = self.place.mask else {
-            let positions = positions.and_then(TokenPositions::of_whole);
-            if positions.as_ref().is_some_and(|it| !it.has_tokens()) {
+        let (mask, positions) = if let Some(at) = self.place.mask {
+            let tracker = self.tracker(py, owner)?;
+            let own = tokens.and_then(|it| it.own.as_ref());
+            let Some(mask) = TokenTracker::chosen(tracker, at, own)? else {
                 return Ok(None);
-            }
-            return Stored::whole(collector, index, value, positions, shared).map(Some);
-        };
-        let tracker = self.tracker(py, owner)?;
-        let own = tokens.and_then(|it| it.own.as_ref());
-        let Some(mask) = TokenTracker::chosen(tracker, at, own)? else {
-            return Ok(None);
-        };
-        let positions = match positions {
-            Some(all) => all.at(&mask.places(py)?, 0),
-            None if collector.get().joins() => TokenTracker::positions_at(tracker, at)?,
-            None => None,
+            };
+            let positions = match positions {
+                Some(all) => all.at(&mask.places(py)?, 0),
+                None if collector.get().joins() => TokenTracker::positions_at(tracker, at)?,
+                None => None,
+            };
+            (Some(mask), positions)
+        } else {
+            (None, positions.and_then(TokenPositions::of_whole))
         };
         if positions.as_ref().is_some_and(|it| !it.has_tokens()) {
             return Ok(None);
         }
-        let arguments = turn.map(CallArguments::of);
-        let at = keeping::taken(&collector, index, &mask, value, arguments)?;
-        let keep = keeping::record(&collector, index, &at, positions, shared)?;
+        let taken = mask.as_ref().map(|mask| {
+            let arguments = turn.map(CallArguments::of);
+            keeping::taken(&collector, index, mask, value, arguments)
+        });
+        let taken = taken.transpose()?;
+        let value = taken.as_ref().unwrap_or(value);
+        let keep = keeping::record(&collector, index, value, positions, shared)?;
         Ok(Some(Stored {
             collector,
             keep,
-            mask: Some(mask),
+            mask,
         }))
     }
 
