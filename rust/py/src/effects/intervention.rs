@@ -169,8 +169,7 @@ impl InterventionBase {
         let change = Change {
             intervention: slf,
             describe: &|| type_name(slf),
-            mask: None,
-            strength: None,
+            extent: None,
         };
         change.part_of(value, &|x, residual| change.tensor(x, residual))
     }
@@ -205,18 +204,16 @@ impl InterventionBase {
         Ok(this.traced.wait().bind(py).clone())
     }
 
-    /// Applies it to the value of a turn, where `mask` is true. Returns the replacement.
-    pub fn run_masked<'py>(
+    /// Applies it to the value of a turn, in an extent or everywhere. Returns the replacement.
+    pub fn run_in<'py>(
         slf: &Bound<'py, Self>,
         turn: &Turn<'_, 'py>,
-        mask: Option<&Mask>,
-        strength: Option<&Strength<'_, 'py>>,
+        extent: Option<&Extent<'py>>,
     ) -> Outcome<'py> {
         let change = Change {
             intervention: slf,
             describe: turn.describe,
-            mask: mask.map(|mask| (mask, CallArguments::of(turn))),
-            strength,
+            extent: extent.map(|extent| (extent, CallArguments::of(turn))),
         };
         if matches!(turn.phase, Phase::BackwardPre | Phase::Backward) {
             return change.gradients(turn.value);
@@ -264,34 +261,48 @@ pub struct Change<'a, 'py> {
     pub intervention: &'a Bound<'py, InterventionBase>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
-    /// Mask of its changes, with the arguments of the call.
-    pub mask: Option<(&'a Mask, CallArguments<'a, 'py>)>,
-    /// Strength of its changes; None: all the way.
-    pub strength: Option<&'a Strength<'a, 'py>>,
+    /// Extent of its changes, with the arguments of the call; None: everywhere, all the way.
+    pub extent: Option<(&'a Extent<'py>, CallArguments<'a, 'py>)>,
+}
+
+/// Extent of a change: tokens and strength.
+pub struct Extent<'py> {
+    /// None: everywhere.
+    pub mask: Option<Arc<Mask>>,
+    /// None: all the way.
+    pub strength: Option<Strength<'py>>,
 }
 
 /// Strength `s` of a change: `x + s (changed - x)`.
-pub enum Strength<'a, 'py> {
+pub enum Strength<'py> {
     /// One for all tokens.
     Number(Bound<'py, PyAny>),
     /// A number for each of the mask's tokens, in order.
-    OfTokens(Arc<Mask>, Bound<'py, PyAny>, CallArguments<'a, 'py>),
+    OfTokens(Arc<Mask>, Bound<'py, PyAny>),
 }
 
-impl<'py> Strength<'_, 'py> {
-    pub fn blend(
+impl<'py> Extent<'py> {
+    /// Returns `x`, changed in this extent alone.
+    pub fn of(
         &self,
         describe: &dyn Fn() -> String,
-        changed: &Bound<'py, PyAny>,
+        mut changed: Bound<'py, PyAny>,
         x: &Bound<'py, PyAny>,
+        call: CallArguments<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let strength = match self {
-            Self::Number(number) => number.clone(),
-            Self::OfTokens(mask, numbers, call) => {
-                mask.spread(describe, numbers, x, Some(*call))?
-            }
-        };
-        lerp(changed, x, strength)
+        if let Some(strength) = &self.strength {
+            let strength = match strength {
+                Strength::Number(number) => number.clone(),
+                Strength::OfTokens(mask, numbers) => {
+                    mask.spread(describe, numbers, x, Some(call))?
+                }
+            };
+            changed = lerp(&changed, x, strength)?;
+        }
+        match &self.mask {
+            Some(mask) => mask.merge(describe, &changed, x, Some(call)),
+            None => Ok(changed),
+        }
     }
 }
 
@@ -378,19 +389,16 @@ impl<'py> Change<'_, 'py> {
         error
     }
 
-    /// Changes a tensor, where the mask is true.
+    /// Changes a tensor, in the extent.
     fn tensor(
         &self,
         x: &Bound<'py, PyAny>,
         residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let changed = with_residual(x, residual, |x| self.everywhere(x));
-        let mut changed = changed.map_err(|cause| self.lacking(x, cause))?;
-        if let Some(strength) = self.strength {
-            changed = strength.blend(self.describe, &changed, x)?;
-        }
-        match self.mask {
-            Some((mask, call)) => mask.merge(self.describe, &changed, x, Some(call)),
+        let changed = changed.map_err(|cause| self.lacking(x, cause))?;
+        match self.extent {
+            Some((extent, call)) => extent.of(self.describe, changed, x, call),
             None => Ok(changed),
         }
     }

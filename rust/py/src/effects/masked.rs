@@ -10,7 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::cpython::invoke;
-use crate::effects::intervention::{InterventionBase, Strength, lerp};
+use crate::effects::intervention::{Extent, InterventionBase, Strength, lerp};
 use crate::effects::together::InterventionGroup;
 use crate::gates::conditions::{Strengths, TokenChoice};
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Turn};
@@ -18,7 +18,6 @@ use crate::rows::calls::joined_tokens::{JoinedTokens, TokenPart, positioned};
 use crate::rows::calls::merging::{
     InBatch, Joint, Joints, MergedPart, MergedResult, Merging, Select, SharedValue, in_batch,
 };
-use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
 use crate::rows::places::Tokens;
 use crate::rows::tracker::TokenTracker;
@@ -83,16 +82,9 @@ impl MaskedHook {
     }
 }
 
-/// Extent of a hook's change: tokens and strength.
-struct Extent<'a, 'py> {
-    /// None: everywhere.
-    mask: Option<Arc<Mask>>,
-    strength: Option<Strength<'a, 'py>>,
-}
-
 impl MaskedHook {
     /// Returns where it changes the value of a turn; None if nowhere.
-    fn extent<'a, 'py>(&self, turn: &'a Turn<'_, 'py>) -> PyResult<Option<Extent<'a, 'py>>> {
+    fn extent<'py>(&self, turn: &Turn<'_, 'py>) -> PyResult<Option<Extent<'py>>> {
         let py = turn.module.py();
         let number = self.strength.as_ref();
         let strength = number.map(|it| Strength::Number(it.bind(py).clone()));
@@ -122,7 +114,7 @@ impl MaskedHook {
         } else {
             Arc::clone(&mask)
         };
-        let of_tokens = |numbers| Strength::OfTokens(mask, numbers, CallArguments::of(turn));
+        let of_tokens = |numbers| Strength::OfTokens(mask, numbers);
         Ok(Some(Extent {
             mask: Some(refined),
             strength: strengths.tensor(py)?.map(of_tokens).or(strength),
@@ -153,13 +145,12 @@ impl Native for MaskedHook {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        let Some(Extent { mask, strength }) = self.extent(turn)? else {
+        let Some(extent) = self.extent(turn)? else {
             return Ok(None);
         };
-        let (mask, strength) = (mask.as_deref(), strength.as_ref());
         let hook = self.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
-            return InterventionBase::run_masked(intervention, turn, mask, strength);
+            return InterventionBase::run_in(intervention, turn, Some(&extent));
         }
         let is_tensor = torch::is_tensor(turn.value)?;
         let (mut own, mut before) = (turn.value.clone(), None);
@@ -180,15 +171,8 @@ impl Native for MaskedHook {
                 &result,
             ));
         }
-        if let Some(strength) = strength {
-            result = strength.blend(turn.describe, &result, turn.value)?;
-        }
-        let Some(mask) = mask else {
-            return Ok(Some(result));
-        };
-        let call = Some(CallArguments::of(turn));
-        mask.merge(turn.describe, &result, turn.value, call)
-            .map(Some)
+        let call = CallArguments::of(turn);
+        extent.of(turn.describe, result, turn.value, call).map(Some)
     }
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {

@@ -143,8 +143,7 @@ impl InterventionGroup {
         let change = Change {
             intervention: first,
             describe: &|| (shared.describe)(self.parts[0]),
-            mask: None,
-            strength: None,
+            extent: None,
         };
         change.part_of(value, &|x, residual| {
             self.rows(&change, shared, x, residual, blend)
@@ -310,7 +309,7 @@ impl Native for InterventionBase {
     }
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        Self::run_masked(object.cast()?, turn, None, None)
+        Self::run_in(object.cast()?, turn, None)
     }
 
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
@@ -375,8 +374,7 @@ impl InBatch for InterventionBase {
             let change = Change {
                 intervention,
                 describe: &|| describe(number),
-                mask: None,
-                strength: None,
+                extent: None,
             };
             let checked = change.part_of(value, &|x, _residual| {
                 if this.dims.is_some() {
