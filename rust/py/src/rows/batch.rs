@@ -79,7 +79,6 @@ pub struct BatchBase {
     python: AtomicBool,
     /// Modules with their own row layout, by address.
     gathered: FxHashMap<usize, Gathered>,
-    modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
     /// True if sites serve the members: their hooks then fire in calls of modules in `outside` only.
     in_sites: AtomicBool,
@@ -144,14 +143,14 @@ impl BatchBase {
             return Err(given::too_many(py, named - 1));
         }
         RowOwners::of(py, &members, named)?;
-        let mut modules = Vec::new();
-        let mut by_address = FxHashMap::default();
-        for (module, index, own) in gathered {
-            let index = index.unbind();
-            let dim = own.unwrap_or(dim);
-            by_address.insert(module.as_ptr() as usize, Gathered { index, dim });
-            modules.push(module.unbind());
-        }
+        let gathered = gathered.into_iter().map(|(module, index, own)| {
+            let gathered = Gathered {
+                index: index.unbind(),
+                dim: own.unwrap_or(dim),
+                module: module.clone().unbind(),
+            };
+            (module.as_ptr() as usize, gathered)
+        });
         let positions = spans.as_ref().map(|spans| {
             let values = spans.positions(size.unwrap_or(named));
             Positions::new(values, None, spans.prompts())
@@ -164,8 +163,7 @@ impl BatchBase {
             named,
             positions: Mutex::new(positions.map(Arc::new)),
             selections: Selections::default(),
-            gathered: by_address,
-            modules,
+            gathered: gathered.collect(),
             joined: AtomicBool::new(false),
             in_sites: AtomicBool::new(false),
             outside: OnceLock::new(),
@@ -293,8 +291,8 @@ impl BatchBase {
     /// Modules with their own row layout.
     #[getter]
     fn _gathered<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let modules = self.modules.iter().map(|it| it.bind(py).clone());
-        modules.collect()
+        let gathered = self.gathered.values();
+        gathered.map(|it| it.module.bind(py).clone()).collect()
     }
 
     /// Marks that modules of members ran.
@@ -439,10 +437,8 @@ impl BatchBase {
         }
         for gathered in self.gathered.values() {
             visit.call(&gathered.index)?;
+            visit.call(&gathered.module)?;
         }
-        self.modules
-            .iter()
-            .try_for_each(|module| visit.call(module))?;
         match &*self.programs.lock() {
             Some(programs) => programs.traverse(&visit),
             None => Ok(()),
@@ -518,7 +514,7 @@ impl BatchBase {
 
     /// Finds the cached program at a module, by the id of its registry.
     pub fn cached_program(&self, module: &Bound<'_, PyAny>, id: u64) -> Option<Arc<Program>> {
-        if self.has_own_rows(module) {
+        if self.gathered_of(module).is_some() {
             return None;
         }
         let mut programs = self.programs.lock();
@@ -540,9 +536,9 @@ impl BatchBase {
         }
     }
 
-    /// True if a module has other rows than the batch.
-    fn has_own_rows(&self, module: &Bound<'_, PyAny>) -> bool {
-        !self.gathered.is_empty() && self.gathered.contains_key(&(module.as_ptr() as usize))
+    /// Rows of a module that has its own row layout.
+    fn gathered_of(&self, module: &Bound<'_, PyAny>) -> Option<&Gathered> {
+        self.gathered.get(&(module.as_ptr() as usize))
     }
 
     pub fn all(&self) -> &[Member] {
@@ -629,11 +625,10 @@ impl BatchBase {
         kwargs: Option<&Bound<'py, PyDict>>,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Layout> {
-        if !self.has_own_rows(module) {
+        let Some(gathered) = self.gathered_of(module) else {
             return Ok(Layout::of_batch(self.dim, self.rows()));
-        }
+        };
         let py = module.py();
-        let gathered = &self.gathered[&(module.as_ptr() as usize)];
         let index = gathered.read(module, args, kwargs, output)?;
         let owners = RowOwners::of(py, &self.members, self.named)?;
         let size = self.size.get().copied();

@@ -20,6 +20,7 @@ pub struct Layout {
 
 /// Index of the rows of a module, and their dimension.
 pub struct Gathered {
+    pub module: Py<PyAny>,
     /// Index tensor, or the function that makes it.
     pub index: Py<PyAny>,
     pub dim: usize,

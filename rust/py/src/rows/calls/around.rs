@@ -83,13 +83,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             Ok(only) if call.args.len() == 1 => value::covered(&only, layout)?,
             _ => false,
         };
-        let members = Members {
-            call,
-            frame: &self.batch,
-            batch,
-            layout,
-            run: self.run.as_deref(),
-        };
+        let members = self.members(call, layout);
         let (program, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
         let mut stand_ins = StandIns::of(&self.batch);
         let replaced = members.forward_pre_of_each(others, target, &mut stand_ins)?;
@@ -101,13 +95,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let mut stand_ins = StandIns::of(&self.batch);
         let mut numbers = Vec::new();
         let value = call.args.get_item(0)?;
-        let members = Members {
-            call,
-            frame: &self.batch,
-            batch,
-            layout,
-            run: self.run.as_deref(),
-        };
+        let members = self.members(call, layout);
         let replaced = match members.run_program(&program, &value, Some(&mut numbers))? {
             Ok(Some(changed)) => {
                 for_each_pair(&value, &changed, &mut |was, now| {
@@ -144,13 +132,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             (batch.layout(call.module, &call.args, kwargs, None)?, false)
         };
         let layout = &layout;
-        let members = Members {
-            call,
-            frame: &self.batch,
-            batch,
-            layout,
-            run: self.run.as_deref(),
-        };
+        let members = self.members(call, layout);
         if let FoundHooks::Program(program) = &self.hooks {
             if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
                 return members.forward_program(program, output);
@@ -164,7 +146,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             return members.run_always_called(self.in_gap(gap)).map(|()| None);
         };
         let (program, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
-        let cacheable = self.all() && others.is_empty() && program.cacheable && !self.repeats();
+        let cacheable = self.alone && others.is_empty() && program.cacheable && !self.repeats();
         let changed = members.forward_of_each(others, output)?;
         if program.members.is_empty() {
             return Ok(changed);
@@ -215,6 +197,23 @@ fn layout_of<'py>(
     let arguments = CallArguments { args, kwargs };
     let matrices = batch.matrices(&layout, value, arguments, covered)?;
     Ok(matrices.map_or((layout, covered), |layout| (layout, true)))
+}
+
+impl<'py> MemberHooks<'py> {
+    /// The phase of a call, at a value with this layout.
+    fn members<'a, 'c>(
+        &'a self,
+        call: &'a Call<'c, 'py>,
+        layout: &'a Layout,
+    ) -> Members<'a, 'c, 'py> {
+        Members {
+            call,
+            frame: &self.batch,
+            batch: self.batch.get(),
+            layout,
+            run: self.run.as_deref(),
+        }
+    }
 }
 
 /// One phase of a call, for the hooks of members.

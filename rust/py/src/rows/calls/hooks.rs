@@ -22,8 +22,8 @@ pub struct MemberHooks<'py> {
     pub hooks: FoundHooks,
     /// Number of changes of the members' hooks before these were looked for.
     pub epoch: u64,
-    /// Number of gaps between the hooks of the whole batch.
-    gaps: usize,
+    /// True if the batch itself has no hooks.
+    pub alone: bool,
     /// Run of the phase in a checkpointed forward or its repeat.
     pub run: Option<Rc<PhaseRun<'py>>>,
 }
@@ -82,7 +82,7 @@ impl<'py> MemberHooks<'py> {
             batch: batch.clone(),
             hooks,
             epoch,
-            gaps: 1 + whole.map_or(0, |whole| whole.entries().len()),
+            alone: whole.is_none_or(|whole| whole.entries().is_empty()),
             run,
         }))
     }
@@ -113,11 +113,6 @@ impl<'py> MemberHooks<'py> {
             let end = member.ahead.get(gap).map_or(entries.len(), |end| *end);
             (start < end).then(|| (member.number, &entries[start..end]))
         })
-    }
-
-    /// True if the batch itself has no hooks.
-    pub fn all(&self) -> bool {
-        self.gaps == 1
     }
 }
 
