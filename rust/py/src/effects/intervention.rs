@@ -19,7 +19,7 @@ use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
 use crate::torch;
 use crate::torch::facts::Facts;
-use crate::torch::made::StreamOrder;
+use crate::torch::made::{MadeTensors, StreamOrder};
 use crate::torch::nested::{is_nested, map_dense};
 use crate::torch::tensors::{last_step, part_of, summed, with_part};
 
@@ -65,7 +65,7 @@ pub struct InterventionBase {
     /// Number of the intervention, unique in the process.
     pub number: u64,
     /// The vector as tensors of some dtypes and devices take it.
-    casts: Casts,
+    casts: MadeTensors<(Py<PyAny>, Py<PyAny>)>,
     /// Tables of batches whose first intervention it is.
     pub tables: Mutex<Vec<Table>>,
     /// Reads tensors for it: interventions of one class with the same reader read the rows of all
@@ -73,37 +73,6 @@ pub struct InterventionBase {
     pub reader: Option<Py<PyAny>>,
     /// True if graphs can have it.
     pub traces: bool,
-}
-
-/// List of casts that only grows, read without a lock: comparing devices runs Python code.
-#[derive(Default)]
-struct Casts(OnceLock<Box<Cast>>);
-
-struct Cast {
-    dtype: Py<PyAny>,
-    device: Py<PyAny>,
-    vector: Py<PyAny>,
-    order: StreamOrder,
-    others: Casts,
-}
-
-impl Casts {
-    fn first(&self) -> Option<&Cast> {
-        self.0.get().map(Box::as_ref)
-    }
-
-    fn iter(&self) -> impl Iterator<Item = &Cast> {
-        std::iter::successors(self.first(), |cast| cast.others.first())
-    }
-
-    fn add(&self, cast: Cast) {
-        let mut slot = &self.0;
-        let mut cast = Box::new(cast);
-        while let Err(refused) = slot.set(cast) {
-            cast = refused;
-            slot = &slot.wait().others.0;
-        }
-    }
 }
 
 #[pymethods]
@@ -149,7 +118,7 @@ impl InterventionBase {
             dims,
             // Relaxed: the numbers order nothing.
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            casts: Casts::default(),
+            casts: MadeTensors::default(),
             tables: Mutex::default(),
             reader,
             traces,
@@ -181,9 +150,7 @@ impl InterventionBase {
         visit.call(&self.part)?;
         visit.call(&self.reader)?;
         visit.call(self.traced.get())?;
-        for cast in self.casts.iter() {
-            visit.call(&cast.vector)?;
-        }
+        self.casts.traverse(&visit)?;
         for table in self.tables.lock().iter() {
             visit.call(&table.tensors)?;
         }
@@ -524,25 +491,17 @@ impl<'py> Change<'_, 'py> {
         }
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
-        let found = this.casts.iter().find(|cast| {
-            cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
-        });
-        if let Some(cast) = found {
-            cast.order.begin_use(py)?;
-            return Ok(cast.vector.bind(py).clone());
+        let known = this
+            .casts
+            .find(py, |(of, at)| Ok(of.is(&dtype) && at.bind(py).eq(&device)?))?;
+        if let Some(vector) = known {
+            return Ok(vector);
         }
         let method = intern!(py, "vector_as");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
-        if !this.trained
-            && let Some(order) = StreamOrder::of(&PyTuple::new(py, [&vector])?)?
-        {
-            this.casts.add(Cast {
-                dtype: dtype.unbind(),
-                device: device.unbind(),
-                vector: vector.clone().unbind(),
-                order,
-                others: Casts::default(),
-            });
+        if !this.trained {
+            let key = (dtype.unbind(), device.unbind());
+            this.casts.add(key, &vector)?;
         }
         Ok(vector)
     }

@@ -1,11 +1,10 @@
 //! Tensors of the host, and their copies on the devices of others.
 
-use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
-use crate::torch::made::StreamOrder;
+use crate::torch::made::MadeTensors;
 use crate::torch::tensors::{is_inference, outside_inference, requires_grad};
 
 /// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
@@ -53,15 +52,9 @@ pub fn capturing(py: Python<'_>) -> PyResult<Option<bool>> {
     cuda.call_method0(capturing)?.is_truthy().map(Some)
 }
 
-struct Copy {
-    device: Py<PyAny>,
-    tensor: Py<PyAny>,
-    order: StreamOrder,
-}
-
 /// Copies of a tensor of the host, one for each device, made when they are first needed.
 #[derive(Default)]
-pub struct Copies(Mutex<Vec<Copy>>);
+pub struct Copies(MadeTensors<Py<PyAny>>);
 
 impl Copies {
     /// Returns the copy on the device of another tensor. Made outside of inference mode, as a later
@@ -73,18 +66,9 @@ impl Copies {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = other.py();
         let device = other.getattr(intern!(py, "device"))?;
-        let known = |nth: usize| {
-            let copies = self.0.lock();
-            let of = copies.get(nth)?;
-            let order = of.order.clone_ref(py);
-            Some((of.device.clone_ref(py), of.tensor.clone_ref(py), order))
-        };
-        // Compared without the lock: a device may be of Python.
-        for (of, tensor, order) in (0..).map_while(known) {
-            if of.bind(py).eq(&device)? {
-                order.begin_use(py)?;
-                return Ok(tensor.into_bound(py));
-            }
+        let known = self.0.find(py, |of| of.bind(py).eq(&device))?;
+        if let Some(tensor) = known {
+            return Ok(tensor);
         }
         let tensor = outside_inference(py, || {
             let copy = to_device(&make()?, &device)?; // one of the same device is the tensor itself
@@ -93,14 +77,7 @@ impl Copies {
             }
             Ok(copy)
         })?;
-        if let Some(order) = StreamOrder::of(&PyTuple::new(py, [&tensor])?)? {
-            let (device, tensor) = (device.unbind(), tensor.clone().unbind());
-            self.0.lock().push(Copy {
-                device,
-                tensor,
-                order,
-            });
-        }
+        self.0.add(device.unbind(), &tensor)?;
         Ok(tensor)
     }
 }

@@ -1,5 +1,8 @@
 //! Tensors that are made once and used by many calls, on whichever streams of a GPU these run.
 
+use std::iter::successors;
+use std::sync::OnceLock;
+
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -49,6 +52,66 @@ impl StreamOrder {
             made.call_method0(py, intern!(py, "use"))?;
         }
         Ok(())
+    }
+}
+
+/// Tensors that were made when they were first needed, each for a key. A list that only grows, read
+/// without a lock: comparing devices runs Python code.
+pub struct MadeTensors<K>(OnceLock<Box<Made<K>>>);
+
+struct Made<K> {
+    key: K,
+    tensor: Py<PyAny>,
+    order: StreamOrder,
+    others: MadeTensors<K>,
+}
+
+impl<K> Default for MadeTensors<K> {
+    fn default() -> Self {
+        Self(OnceLock::new())
+    }
+}
+
+impl<K> MadeTensors<K> {
+    fn iter(&self) -> impl Iterator<Item = &Made<K>> {
+        successors(self.0.get(), |made| made.others.0.get()).map(Box::as_ref)
+    }
+
+    /// Returns the tensor for a key, for use on the current stream; None if it is to be made.
+    pub fn find<'py>(
+        &self,
+        py: Python<'py>,
+        is_it: impl Fn(&K) -> PyResult<bool>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        for made in self.iter() {
+            if is_it(&made.key)? {
+                made.order.begin_use(py)?;
+                return Ok(Some(made.tensor.bind(py).clone()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Adds a tensor that was made just now, unless later calls must not use it.
+    pub fn add(&self, key: K, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        if let Some(order) = StreamOrder::of(&PyTuple::new(tensor.py(), [tensor])?)? {
+            let mut slot = &self.0;
+            let mut made = Box::new(Made {
+                key,
+                tensor: tensor.clone().unbind(),
+                order,
+                others: Self::default(),
+            });
+            while let Err(refused) = slot.set(made) {
+                made = refused;
+                slot = &slot.wait().others.0;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.iter().try_for_each(|made| visit.call(&made.tensor))
     }
 }
 
