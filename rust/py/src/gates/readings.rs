@@ -30,13 +30,9 @@ pub struct RowReadings {
     prompt: Option<i64>,
 }
 
-/// Readings of which values are made.
-pub struct Counted {
-    pub positions: Vec<Position>,
-    pub readings: Vec<f64>,
-    /// Number of readings up to the token of each value, 0 if it is unknown.
-    pub counts: Vec<usize>,
-}
+/// Readings from which values are made, the same as tensors where they have a gradient, and for each
+/// value the number of readings up to its token, 0 if it is unknown.
+pub type MadeOf = (Vec<f64>, Vec<Option<Py<PyAny>>>, Vec<usize>);
 
 impl RowReadings {
     /// Stores readings at ascending positions. A token that runs again keeps its first one.
@@ -92,12 +88,6 @@ impl RowReadings {
 
     pub fn graphs(&self) -> impl Iterator<Item = &Py<PyAny>> {
         self.graphs.values()
-    }
-
-    /// Returns the tensors of readings at some positions.
-    pub fn graphs_at(&self, py: Python<'_>, positions: &[Position]) -> Vec<Option<Py<PyAny>>> {
-        let graph = |at: &Position| self.graphs.get(&at.0).map(|it| it.clone_ref(py));
-        positions.iter().map(graph).collect()
     }
 
     /// Drops the values computed from the readings.
@@ -174,19 +164,21 @@ impl RowReadings {
     /// Returns the readings from which the values at positions are made.
     pub fn made_of(
         &mut self,
+        py: Python<'_>,
         gate: &GateAggregation,
         positions: &[Position],
         prompt: Option<i64>,
-    ) -> Counted {
+    ) -> MadeOf {
         let ends = gate.ends(positions, prompt);
         let filtered = self.counted(gate, prompt);
-        let (positions, readings) =
+        let (positions, mut readings) =
             filtered.unwrap_or_else(|| (self.positions.clone(), self.readings.clone()));
-        Counted {
-            counts: counts_of(gate, &positions, &ends),
-            positions,
-            readings,
-        }
+        let counts = counts_of(gate, &positions, &ends);
+        let end = counts.iter().copied().max().unwrap_or(0);
+        readings.truncate(end);
+        let graph = |at: &Position| self.graphs.get(&at.0).map(|it| it.clone_ref(py));
+        let graphs = positions[..end].iter().map(graph).collect();
+        (readings, graphs, counts)
     }
 
     /// Returns the positions that were asked for and not read, ascending. `wanted`: last positions of

@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 
 use crate::error::hook_error;
 use crate::gates::aggregation::{GateAggregation, Over, shown};
-use crate::gates::readings::{Counted, Dropped, RowReadings};
+use crate::gates::readings::{Dropped, MadeOf, RowReadings};
 use crate::rows::at::At;
 use crate::rows::call_tokens::{CallTokens, RowTokens, last_of_prompt};
 use crate::rows::places::Position;
@@ -118,24 +118,10 @@ impl GateReadings {
     /// Parts of the values of a gate at the tokens of a call, for each of its rows: readings, the same as
     /// tensors where they have a gradient, and for each value the number of readings up to its token, 0
     /// if it is unknown.
-    #[expect(clippy::type_complexity, reason = "a tuple for Python")]
-    fn made_of(
-        &self,
-        py: Python<'_>,
-        gate: &GateAggregation,
-        tokens: &CallTokens,
-    ) -> Vec<(Vec<f64>, Vec<Option<Py<PyAny>>>, Vec<usize>)> {
+    fn made_of(&self, py: Python<'_>, gate: &GateAggregation, tokens: &CallTokens) -> Vec<MadeOf> {
         let made = tokens.by_row().map(|of_row| {
             self.with_row(gate, tokens.sequences, of_row.row, |row| {
-                let mut made = row.made_of(gate, of_row.positions, of_row.prompt);
-                let end = made.counts.iter().copied().max().unwrap_or(0);
-                made.positions.truncate(end);
-                made.readings.truncate(end);
-                let graphs = row.graphs_at(py, &made.positions);
-                let Counted {
-                    readings, counts, ..
-                } = made;
-                (readings, graphs, counts)
+                row.made_of(py, gate, of_row.positions, of_row.prompt)
             })
         });
         made.collect()
