@@ -77,23 +77,19 @@ pub struct Keep {
 pub struct KeepAgain {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
-    recorder: CapturedPart,
+    index: usize,
+    /// `value[part]`, or the attribute of that name; None: the whole value.
+    part: Option<Py<PyAny>>,
     keep: Keep,
     mask: Option<Arc<Mask>>,
-}
-
-/// Part of a value that is stored under a name.
-pub struct CapturedPart {
-    pub index: usize,
-    /// `value[part]`, or the attribute of that name; None: the whole value.
-    pub part: Option<Py<PyAny>>,
 }
 
 impl KeepAgain {
     /// None if a repeat has nothing to do.
     pub fn of(
         collector: &Bound<'_, Collector>,
-        recorder: CapturedPart,
+        index: usize,
+        part: Option<&Py<PyAny>>,
         keep: Keep,
         mask: Option<Arc<Mask>>,
     ) -> PyResult<Option<Self>> {
@@ -104,7 +100,8 @@ impl KeepAgain {
         }
         Ok(Some(Self {
             collector: PyWeakrefReference::new(collector)?.unbind(),
-            recorder,
+            index,
+            part: part.map(|part| part.clone_ref(collector.py())),
             keep,
             mask,
         }))
@@ -123,26 +120,26 @@ impl Again for KeepAgain {
         let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
             return Ok(None);
         };
-        let CapturedPart { index, part } = &self.recorder;
-        let mut value = match part {
+        let index = self.index;
+        let mut value = match &self.part {
             Some(part) => part_of(value, part.bind(py))?,
             None => value.clone(),
         };
         if let Some(mask) = &self.mask {
             let arguments = Some(CallArguments { args, kwargs });
-            value = taken(&collector, *index, mask, &value, arguments)?;
+            value = taken(&collector, index, mask, &value, arguments)?;
         }
         let mut tapped = Vec::new();
         for_each_tensor(&value, &mut |tensor| {
             if collector.get().keeps_graph() {
                 // Save the forward's saved tensors again.
-                drop(collector.get().keep_tensor(*index, tensor)?);
+                drop(collector.get().keep_tensor(index, tensor)?);
             }
             let position = tapped.len();
             let mut taps = self.keep.tapped.get(position).copied().unwrap_or_default();
             if !taps && collector.get().keeps_gradients() {
                 let slot = TensorSlot {
-                    index: *index,
+                    index,
                     serial: self.keep.serial,
                     position,
                 };
@@ -151,14 +148,10 @@ impl Again for KeepAgain {
             tapped.push(taps);
             Ok(())
         })?;
-        let part = part.as_ref().map(|part| part.clone_ref(py));
-        let recorder = CapturedPart {
-            index: *index,
-            part,
-        };
         let serial = self.keep.serial;
         let keep = Keep { serial, tapped };
-        let next = Self::of(&collector, recorder, keep, self.mask.clone())?;
+        let mask = self.mask.clone();
+        let next = Self::of(&collector, index, self.part.as_ref(), keep, mask)?;
         Ok(next.map(|next| Arc::new(next) as _))
     }
 }

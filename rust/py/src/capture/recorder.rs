@@ -12,7 +12,7 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
-use crate::capture::keeping::{self, CapturedPart, KeepAgain};
+use crate::capture::keeping::{self, KeepAgain};
 use crate::capture::request::{CapturePlace, Source, Stored};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, Frame, ScopeArg};
@@ -137,12 +137,8 @@ impl Recorder {
 
     /// Returns the action of a repeated checkpointed forward on a stored value; None if it has none.
     pub fn again(&self, stored: Stored<'_>) -> PyResult<Option<Arc<dyn Again>>> {
-        let py = stored.collector.py();
-        let part = CapturedPart {
-            index: self.index,
-            part: self.part.as_ref().map(|part| part.clone_ref(py)),
-        };
-        let again = KeepAgain::of(&stored.collector, part, stored.keep, stored.mask)?;
+        let (index, part) = (self.index, self.part.as_ref());
+        let again = KeepAgain::of(&stored.collector, index, part, stored.keep, stored.mask)?;
         Ok(again.map(|again| Arc::new(again) as _))
     }
 
