@@ -225,31 +225,9 @@ struct Members<'a, 'c, 'py> {
     run: Option<&'a PhaseRun<'py>>,
 }
 
-/// Context of a member's Python hooks: modules that these call are called by its request alone.
-struct MemberContext<'py>(Bound<'py, PyAny>);
-
-impl<'py> MemberContext<'py> {
-    /// Has the current context entered a frame in place of the batch; until `leave`.
-    fn enter(batch: &Bound<'py, BatchBase>, frame: &Bound<'py, Frame>) -> PyResult<Self> {
-        let frames = current::active(batch.py())?;
-        let frames = frames.iter().map(|each| {
-            if each.is(batch) {
-                frame.as_any().clone()
-            } else {
-                each
-            }
-        });
-        let frames = PyTuple::new(batch.py(), frames.collect::<Vec<_>>())?;
-        current::set(&frames).map(Self)
-    }
-
-    fn leave(self) -> PyResult<()> {
-        current::reset(&self.0, "a hook of a batch ended in another context")
-    }
-}
-
 impl<'a, 'py> Members<'a, '_, 'py> {
-    /// Runs hooks of a member, in its own context if some are in Python.
+    /// Runs hooks of a member. If some are in Python, the current context has entered the member in
+    /// place of the batch: modules that these call are called by its request alone.
     fn in_context<T>(
         &self,
         number: usize,
@@ -259,9 +237,19 @@ impl<'a, 'py> Members<'a, '_, 'py> {
         if !python {
             return run();
         }
-        let context = MemberContext::enter(self.frame, self.member(number).frame.bind(self.py()))?;
+        let member = self.member(number).frame.bind(self.py()).as_any();
+        let frames = current::active(self.py())?;
+        let frames = frames.iter_borrowed().map(|each| {
+            if each.is(self.frame) {
+                member.as_borrowed()
+            } else {
+                each
+            }
+        });
+        let frames = PyTuple::new(self.py(), frames.collect::<Vec<_>>())?;
+        let token = current::set(&frames)?;
         let result = run();
-        context.leave()?;
+        current::reset(&token, "a hook of a batch ended in another context")?;
         result
     }
 
@@ -557,7 +545,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
                 noted?;
                 self.fail_again(number)?;
                 if let Some((value, narrowed)) = &inputs {
-                    value.take_arguments(narrowed)?;
+                    value.take_written(narrowed, &mut [])?;
                 }
                 value.take(&narrowed, &result)
             };

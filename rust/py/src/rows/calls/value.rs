@@ -405,14 +405,10 @@ impl<'a, 'py> Value<'a, 'py> {
         }
     }
 
-    /// Takes a member's writes in place to the arguments of a call whose output it took already.
-    pub fn take_arguments(&self, narrowed: &Narrowed<'a, 'py>) -> PyResult<()> {
-        self.take_written(narrowed, &mut [])
-    }
-
     /// A member wrote to copies of its rows: writes them where it would have written without a batch;
-    /// or has a tensor replaced that no other code can see yet.
-    fn take_written(
+    /// or has a tensor replaced that no other code can see yet. `changed`: rows of each tensor of the
+    /// value; none for the arguments of a call whose output was taken already.
+    pub fn take_written(
         &self,
         narrowed: &Narrowed<'a, 'py>,
         changed: &mut [Option<Bound<'py, PyAny>>],
