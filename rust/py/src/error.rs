@@ -76,6 +76,19 @@ pub fn shown(name: &str) -> String {
     }
 }
 
+/// Returns an error with its cause.
+pub fn caused(py: Python<'_>, error: PyErr, cause: PyErr) -> PyErr {
+    error.set_cause(py, Some(cause));
+    error
+}
+
+/// Returns an object as Python shows it, for messages.
+pub fn repr(object: &Bound<'_, PyAny>) -> String {
+    object
+        .repr()
+        .map_or_else(|_| "?".to_owned(), |repr| repr.to_string())
+}
+
 /// Returns the name of an object's type, for messages.
 pub fn type_name(object: &Bound<'_, PyAny>) -> String {
     object

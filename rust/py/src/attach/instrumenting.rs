@@ -17,7 +17,7 @@ use crate::contexts::releases::Release;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
-use crate::error::{hook_error, type_name};
+use crate::error::{caused, hook_error, type_name};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::HookOptions;
 use crate::registry::{Audience, Registry};
@@ -515,10 +515,6 @@ fn refused(py: Python<'_>, error: PyErr) -> PyErr {
     if !error.is_instance_of::<PyTypeError>(py) {
         return error;
     }
-    let refused = hook_error(
-        py,
-        format!("its class cannot be changed: {}", error.value(py)),
-    );
-    refused.set_cause(py, Some(error));
-    refused
+    let message = format!("its class cannot be changed: {}", error.value(py));
+    caused(py, hook_error(py, message), error)
 }

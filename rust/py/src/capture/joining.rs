@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::capture::store::{Kept, KeptTensor, Values, View};
-use crate::error::hook_error;
+use crate::error::{caused, hook_error};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Token, TokenDims, TokenPositions};
 use crate::torch::tensors::{copied, map_tensors, outside_inference, owned, tensors_of};
@@ -141,9 +141,7 @@ impl JoinOrder {
                     .map_err(|cause| {
                         let message = "the tensors of the calls have different shapes, as patterns \
                                        over a growing cache, and are not joined: pass calls=\"all\"";
-                        let error = hook_error(py, message);
-                        error.set_cause(py, Some(cause));
-                        error
+                        caused(py, hook_error(py, message), cause)
                     })?;
             }
             if in_order {

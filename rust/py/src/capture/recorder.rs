@@ -149,18 +149,14 @@ impl Recorder {
         };
         let part = part.bind(value.py());
         part_of(value, part).map_err(|cause| {
-            let error = error::selection_error(
-                value.py(),
-                format!(
-                    "{} has no output_index {}: it is of type {}",
-                    error::shown(self.name()),
-                    part.repr()
-                        .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
-                    error::type_name(value)
-                ),
+            let message = format!(
+                "{} has no output_index {}: it is of type {}",
+                error::shown(self.name()),
+                error::repr(part),
+                error::type_name(value)
             );
-            error.set_cause(value.py(), Some(cause));
-            error
+            let error = error::selection_error(value.py(), message);
+            error::caused(value.py(), error, cause)
         })
     }
 }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::cpython::once::Once;
-use crate::error::hook_error;
+use crate::error::{caused, hook_error};
 
 /// Frames of a context that has entered one, and the token that identifies the context among its
 /// copies.
@@ -94,9 +94,7 @@ pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     if !cause.is_instance_of::<PyValueError>(py) {
         return Err(cause);
     }
-    let error = hook_error(py, elsewhere);
-    error.set_cause(py, Some(cause));
-    Err(error)
+    Err(caused(py, hook_error(py, elsewhere), cause))
 }
 
 /// Undoes the change of a context variable that returned `token`.

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use crate::cpython::invoke;
-use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
+use crate::error::{caused, hook_type_error, is_hook_error, repr, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::rows::mask::Mask;
 use crate::rows::matrix::CallArguments;
@@ -351,9 +351,7 @@ impl<'py> Change<'_, 'py> {
             type_name(value),
             repr(part)
         );
-        let error = selection_error(self.py(), message);
-        error.set_cause(self.py(), Some(cause));
-        error
+        caused(self.py(), selection_error(self.py(), message), cause)
     }
 
     /// Changes a tensor, in the extent.
@@ -462,9 +460,7 @@ impl<'py> Change<'_, 'py> {
                 shape(vector),
                 shape(x)
             );
-            let error = hook_type_error(py, message);
-            error.set_cause(py, Some(cause));
-            error
+            caused(py, hook_type_error(py, message), cause)
         })
     }
 
@@ -531,9 +527,7 @@ impl<'py> Change<'_, 'py> {
                 .name()
                 .map_or_else(|_| String::new(), |name| name.to_string()),
         );
-        let error = hook_type_error(py, message);
-        error.set_cause(py, Some(cause));
-        error
+        caused(py, hook_type_error(py, message), cause)
     }
 
     /// Returns the error of a value that is no tensor; `option` chooses one in it.
@@ -547,9 +541,4 @@ impl<'py> Change<'_, 'py> {
     pub fn error(&self, message: impl Display) -> PyErr {
         hook_type_error(self.py(), format!("{}: {message}", (self.describe)()))
     }
-}
-
-fn repr(part: &Bound<'_, PyAny>) -> String {
-    part.repr()
-        .map_or_else(|_| "?".to_owned(), |it| it.to_string())
 }

@@ -6,6 +6,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
+use crate::error::repr;
 use crate::rows::at::At;
 use crate::rows::places::Position;
 
@@ -213,7 +214,5 @@ fn of_window(readings: &[f64], by: By) -> f64 {
 
 /// Shows a name in an error as Python does.
 pub fn shown(py: Python<'_>, name: &str) -> String {
-    PyString::new(py, name)
-        .repr()
-        .map_or_else(|_| name.into(), |it| it.to_string())
+    repr(&PyString::new(py, name))
 }

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::cpython::once::Once;
-use crate::error::{shown, type_name, warn};
+use crate::error::{repr, shown, type_name, warn};
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
 use crate::torch;
@@ -86,10 +86,7 @@ impl Site<'_, '_> {
             "the {} raised {}, which was silenced because another exception was already being \
              raised",
             self.describe(),
-            error
-                .value(py)
-                .repr()
-                .map_or_else(|_| "?".to_owned(), |repr| repr.to_string())
+            repr(error.value(py))
         );
         warn(py, &text);
     }
