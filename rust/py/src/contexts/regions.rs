@@ -302,13 +302,6 @@ impl Regions {
         repeat.is_some_and(|it| it.log.outside.has(owner.id()))
     }
 
-    fn write(&self, place: RegionPlace, log: &Arc<PhaseLog>) {
-        for each in &self.recording {
-            let mut calls = each.calls.lock();
-            calls.entry(place).or_default().push(Arc::clone(log));
-        }
-    }
-
     /// Takes the hooks of a phase of a call that begins. `live`: hooks of a call outside a repeat.
     pub fn begin<'py>(
         &self,
@@ -327,10 +320,11 @@ impl Regions {
         if !self.recording.is_empty() {
             let again = replay.as_ref();
             let log = PhaseLog::new(Some(module), logged(py, firing.as_ref(), again)?)?;
-            record = Some(Arc::new(log));
-        }
-        if let Some(log) = &record {
-            self.write(place, log);
+            let log = record.insert(Arc::new(log));
+            for each in &self.recording {
+                let mut calls = each.calls.lock();
+                calls.entry(place).or_default().push(Arc::clone(log));
+            }
         }
         let mut run = PhaseRun::new(module.clone(), record, replay);
         run.restore();
