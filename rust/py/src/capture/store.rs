@@ -111,23 +111,6 @@ pub struct KeptRows {
     pub covered: Arc<[bool]>,
 }
 
-impl KeptRows {
-    /// Narrows a value to the rows: views of the tensors that have them. `other` gets the others,
-    /// which readers share.
-    fn narrow<'py>(
-        &self,
-        value: &Bound<'py, PyAny>,
-        other: impl Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let mut covered = self.covered.iter();
-        map_tensors(value, &mut |tensor| match covered.next() {
-            Some(true) if self.rows.all(self.size) => Ok(tensor.clone()),
-            Some(true) => self.rows.narrow(tensor, self.dim),
-            _ => other(tensor),
-        })
-    }
-}
-
 impl Kept {
     /// Returns the value as it is read, with a view of its rows.
     pub fn view<'py>(&self, py: Python<'py>) -> View<'py> {
@@ -199,19 +182,24 @@ impl<'py> View<'py> {
 
     /// Returns the rows, which may be a view of the batch's tensor.
     pub fn narrowed(&self) -> PyResult<Bound<'py, PyAny>> {
-        match &self.rows {
-            Some(rows) => rows.narrow(&self.stored, |tensor| Ok(tensor.clone())),
-            None => Ok(self.stored.clone()),
-        }
+        self.narrowed_with(|tensor| Ok(tensor.clone()))
     }
 
-    /// Returns [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have
-    /// it too.
-    fn apart(&self) -> PyResult<Bound<'py, PyAny>> {
-        match &self.rows {
-            Some(rows) => rows.narrow(&self.stored, copied),
-            None => Ok(self.stored.clone()),
-        }
+    /// Returns the rows: views of the tensors that have them. `other` gets the others, which readers
+    /// share.
+    fn narrowed_with(
+        &self,
+        other: impl Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let Some(kept) = &self.rows else {
+            return Ok(self.stored.clone());
+        };
+        let mut covered = kept.covered.iter();
+        map_tensors(&self.stored, &mut |tensor| match covered.next() {
+            Some(true) if kept.rows.all(kept.size) => Ok(tensor.clone()),
+            Some(true) => kept.rows.narrow(tensor, kept.dim),
+            _ => other(tensor),
+        })
     }
 
     /// Copies the rows out of the batch's tensor. If later readers may have the copy, it replaces the
@@ -223,7 +211,7 @@ impl<'py> View<'py> {
         checks: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut tensors = Vec::new();
-        let copy = map_tensors(&self.apart()?, &mut |tensor| {
+        let copy = map_tensors(&self.narrowed_with(copied)?, &mut |tensor| {
             let value = owned(tensor)?;
             tensors.push(KeptTensor::copied(&value, checks)?);
             Ok(value)
