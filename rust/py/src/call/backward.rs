@@ -108,7 +108,8 @@ impl<'py> Tap<'py> {
             output = invoke::call(&tap, [&output])?;
         }
         if !self.non_full.is_empty() {
-            torch::hooks::hook_non_full(module, &self.non_full, args, &output)?;
+            let backward = module.py().import("ferrohook.attach.backward")?;
+            backward.call_method1("hook_non_full", (module, &self.non_full, args, &output))?;
         }
         Ok(output)
     }

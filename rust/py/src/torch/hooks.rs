@@ -2,7 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyString};
 
 use crate::error::warn;
 use crate::torch::Torch;
@@ -159,16 +159,4 @@ fn dict_in<'py>(
 ) -> PyResult<Option<Bound<'py, PyDict>>> {
     let found = namespace.get_item(name)?;
     Ok(found.and_then(|found| found.cast_into().ok()))
-}
-
-/// Registers torch's deprecated backward hooks on the autograd node that made the output.
-pub fn hook_non_full<'py>(
-    module: &Bound<'py, PyAny>,
-    hooks: &[Bound<'py, PyAny>],
-    args: &Bound<'py, PyTuple>,
-    output: &Bound<'py, PyAny>,
-) -> PyResult<()> {
-    let backward = module.py().import("ferrohook.attach.backward")?;
-    backward.call_method1("hook_non_full", (module, hooks, args, output))?;
-    Ok(())
 }
