@@ -5,13 +5,15 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
+/// Returns a class of `ferrohook.errors`.
+fn class_of<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    let class = py.import("ferrohook.errors")?.getattr(name)?;
+    Ok(class.cast_into()?)
+}
+
 /// Makes an exception of a class in `ferrohook.errors`.
-fn of_class(py: Python<'_>, class: &str, message: impl Into<String>) -> PyErr {
-    let class = py
-        .import("ferrohook.errors")
-        .and_then(|errors| errors.getattr(class))
-        .and_then(|class| Ok(class.cast_into::<PyType>()?));
-    class.map_or_else(
+fn of_class(py: Python<'_>, name: &str, message: impl Into<String>) -> PyErr {
+    class_of(py, name).map_or_else(
         |error| error,
         |class| PyErr::from_type(class, message.into()),
     )
@@ -22,10 +24,7 @@ pub fn hook_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
 }
 
 pub fn is_hook_error(py: Python<'_>, error: &PyErr) -> bool {
-    let class = py
-        .import("ferrohook.errors")
-        .and_then(|errors| errors.getattr("HookError"));
-    class.is_ok_and(|class| error.matches(py, class).unwrap_or(false))
+    class_of(py, "HookError").is_ok_and(|class| error.is_instance(py, &class))
 }
 
 pub fn hook_type_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
