@@ -186,12 +186,10 @@ impl InterventionBase {
             return change.gradients(turn.value);
         }
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
-            let message = format!(
-                "{}: it changes positional arguments, but this call has only keyword arguments: \
+            return Err(change.error(
+                "it changes positional arguments, but this call has only keyword arguments: \
                  register a function with with_kwargs=True",
-                (turn.describe)()
-            );
-            return Err(hook_type_error(slf.py(), message));
+            ));
         }
         let value = if turn.phase == Phase::ForwardPre && turn.args.len() != 1 {
             turn.args.as_any()
@@ -386,12 +384,9 @@ impl<'py> Change<'_, 'py> {
     /// Changes a nested tensor.
     fn by_components(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         if self.intervention.get().has_rows {
-            let message = format!(
-                "{}: a vector with rows does not fit a nested tensor: use a vector with one \
-                 dimension",
-                (self.describe)()
-            );
-            return Err(hook_type_error(self.py(), message));
+            return Err(self.error(
+                "a vector with rows does not fit a nested tensor: use a vector with one dimension",
+            ));
         }
         map_dense(x, &mut |dense| self.whole(dense))
     }
@@ -453,14 +448,12 @@ impl<'py> Change<'_, 'py> {
                 let shape = tensor.getattr(intern!(py, "shape"));
                 shape.and_then(|shape| shape.extract()).unwrap_or_default()
             };
-            let message = format!(
-                "{}: its vector of shape {:?} does not broadcast to the module's value of shape \
-                 {:?}",
-                (self.describe)(),
+            let error = self.error(format_args!(
+                "its vector of shape {:?} does not broadcast to the module's value of shape {:?}",
                 shape(vector),
                 shape(x)
-            );
-            caused(py, hook_type_error(py, message), cause)
+            ));
+            caused(py, error, cause)
         })
     }
 
@@ -477,12 +470,10 @@ impl<'py> Change<'_, 'py> {
                 None => None,
             };
             if of_x != Some(width) {
-                let message = format!(
-                    "{}: its vector has a width of {width}, but the module's value has {}",
-                    (self.describe)(),
+                return Err(self.error(format_args!(
+                    "its vector has a width of {width}, but the module's value has {}",
                     of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
-                );
-                return Err(hook_type_error(py, message));
+                )));
             }
         }
         let dtype = x.getattr(intern!(py, "dtype"))?;
@@ -518,16 +509,12 @@ impl<'py> Change<'_, 'py> {
         if of_dtype && let Ok(dtype) = x.getattr(intern!(py, "dtype")) {
             class = format!("{class} of {dtype}");
         }
-        let message = format!(
-            "{}: a {class} does not support an operation that the intervention needs ({}): change \
-             it with a function",
-            (self.describe)(),
-            cause
-                .get_type(py)
-                .name()
-                .map_or_else(|_| String::new(), |name| name.to_string()),
-        );
-        caused(py, hook_type_error(py, message), cause)
+        let error = self.error(format_args!(
+            "a {class} does not support an operation that the intervention needs ({}): change it \
+             with a function",
+            type_name(cause.value(py)),
+        ));
+        caused(py, error, cause)
     }
 
     /// Returns the error of a value that is no tensor; `option` chooses one in it.
