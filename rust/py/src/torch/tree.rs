@@ -65,23 +65,17 @@ impl Parent {
         let Some(module) = self.module.bind(py).upgrade() else {
             return Ok(false);
         };
-        let mut now = named_children(&module)?.into_iter();
-        for child in &self.children {
-            let Some((name, module)) = now.next() else {
-                return Ok(false);
-            };
-            if !name.is(&child.name) && !name.eq(&child.name)? {
-                return Ok(false);
-            }
+        let now = named_children(&module)?;
+        for (child, (name, module)) in self.children.iter().zip(&now) {
             let same = match &child.module {
                 None => module.is_none(),
-                Some(before) => before.bind(py).upgrade().is_some_and(|it| it.is(&module)),
+                Some(before) => before.bind(py).upgrade().is_some_and(|it| it.is(module)),
             };
-            if !same {
+            if !same || !(name.is(&child.name) || name.eq(&child.name)?) {
                 return Ok(false);
             }
         }
-        Ok(now.next().is_none())
+        Ok(now.len() == self.children.len())
     }
 }
 
