@@ -361,7 +361,9 @@ impl Collector {
     pub fn store(&self, py: Python<'_>, index: usize, kept: Kept) -> PyResult<()> {
         let positions = kept.positions.as_ref().filter(|_| self.joins());
         if let Some(position) = positions.and_then(TokenPositions::repeated) {
-            return Err(self.stored_twice(py, index, position));
+            let who = format!("capture of {}", error::shown(&self.names[index]));
+            let message = shared_row(&who, position) + ", or pass calls=\"all\"";
+            return Err(error::hook_error(py, message));
         }
         let bytes = kept.bytes;
         let (ends_call, sparse) = match self.put(py, index, kept) {
@@ -418,12 +420,6 @@ impl Collector {
             Some(joined) => self.replace(index, views, &joined),
             None => Ok(()),
         }
-    }
-
-    fn stored_twice(&self, py: Python<'_>, index: usize, position: Position) -> PyErr {
-        let who = format!("capture of {}", error::shown(&self.names[index]));
-        let message = shared_row(&who, position) + ", or pass calls=\"all\"";
-        error::hook_error(py, message)
     }
 
     pub fn over_budget(

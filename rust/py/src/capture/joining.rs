@@ -50,18 +50,16 @@ impl<'py> Joined<'py> {
             return Ok(None);
         };
         let order = JoinOrder::of(&calls);
-        let mut columns: Vec<Vec<Bound<'py, PyAny>>> = Vec::with_capacity(views.len());
-        let mut value = None;
-        for view in views {
-            let narrowed = view.narrowed()?;
-            columns.push(tensors_of(&narrowed)?);
-            value = Some(narrowed);
-        }
-        let Some(value) = value else { return Ok(None) };
+        let values = views.iter().map(View::narrowed);
+        let values = values.collect::<PyResult<Vec<_>>>()?;
+        let columns = values
+            .iter()
+            .map(tensors_of)
+            .collect::<PyResult<Vec<_>>>()?;
         let count = columns[views.len() - 1].len();
         let alike = columns.iter().all(|leaves| leaves.len() == count);
         let (mut at, mut tensors, mut all) = (0, Vec::new(), alike && count > 0);
-        let value = map_tensors(&value, &mut |tensor| {
+        let value = map_tensors(&values[views.len() - 1], &mut |tensor| {
             let mut parts = Vec::with_capacity(views.len());
             if alike {
                 for ((view, leaves), positions) in views.iter().zip(&columns).zip(&calls) {

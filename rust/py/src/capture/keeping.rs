@@ -27,8 +27,17 @@ pub fn record<'py>(
     positions: Option<TokenPositions>,
     shared: bool,
 ) -> PyResult<Keep> {
-    let mut keeping = Keeping::of(collector, index, shared);
-    let value = keeping.keep(value)?.unbind();
+    let mut keeping = Keeping {
+        collector,
+        index,
+        serial: collector.get().next_serial(),
+        tensors: Vec::new(),
+        bytes: 0,
+        shared,
+        tapped: Vec::new(),
+    };
+    // Rebuilds the structure around the stored tensors.
+    let value = map_tensors(value, &mut |tensor| keeping.keep_tensor(tensor))?.unbind();
     let keep = Keep {
         serial: keeping.serial,
         tapped: keeping.tapped,
@@ -185,24 +194,7 @@ struct Keeping<'a, 'py> {
     tapped: Vec<bool>,
 }
 
-impl<'a, 'py> Keeping<'a, 'py> {
-    fn of(collector: &'a Bound<'py, Collector>, index: usize, shared: bool) -> Self {
-        Self {
-            collector,
-            index,
-            serial: collector.get().next_serial(),
-            tensors: Vec::new(),
-            bytes: 0,
-            shared,
-            tapped: Vec::new(),
-        }
-    }
-
-    /// Rebuilds the structure around the stored tensors.
-    fn keep(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        map_tensors(value, &mut |tensor| self.keep_tensor(tensor))
-    }
-
+impl<'py> Keeping<'_, 'py> {
     fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let this = self.collector.get();
         let mut kept = this.keep_tensor(self.index, tensor)?;

@@ -1,6 +1,7 @@
 //! Recorded values by name, and the budget of their bytes.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -132,20 +133,6 @@ impl Kept {
         };
         same && self.value.is(&view.stored)
     }
-
-    /// Replaces the value by a copy that shares no memory. Returns the former value.
-    fn own(&mut self, copy: &Bound<'_, PyAny>, tensors: Vec<KeptTensor>) -> Self {
-        let own = Self {
-            serial: self.serial,
-            value: copy.clone().unbind(),
-            tensors,
-            bytes: self.bytes,
-            shared: false,
-            rows: None,
-            positions: self.positions.clone(),
-        };
-        std::mem::replace(self, own)
-    }
 }
 
 /// Value of a call, on its way to a reader.
@@ -224,7 +211,12 @@ impl<'py> View<'py> {
             let mut store = store.lock();
             let mut calls = store.kept[index].calls.iter_mut();
             let kept = calls.find(|kept| kept.shared && kept.is_of(self));
-            kept.map(|kept| kept.own(&copy, tensors))
+            kept.map(|kept| {
+                kept.shared = false;
+                let value = mem::replace(&mut kept.value, copy.clone().unbind());
+                let tensors = mem::replace(&mut kept.tensors, tensors);
+                (value, tensors, kept.rows.take())
+            })
         };
         Ok(copy)
     }
