@@ -65,11 +65,7 @@ impl Membership {
     /// Sets the tokens at the positions of a plan in the calls of its batch from now on; None: each
     /// call of the model says which they are.
     pub fn set_masks(frame: &Frame, masks: Option<Masks>) {
-        let membership = match masks {
-            Some(_) => Self::of_any(frame),
-            None => Self::of(frame),
-        };
-        let former = membership.and_then(|membership| {
+        let former = Self::of_any(frame).and_then(|membership| {
             mem::replace(&mut membership.0.lock().masks, masks.map(Arc::new))
         });
         drop(former); // runs Python code
