@@ -59,14 +59,6 @@ impl Limit {
         }
     }
 
-    fn gate(&self) -> Option<&Gate> {
-        if let Self::Gate(gate) = self {
-            Some(gate)
-        } else {
-            None
-        }
-    }
-
     /// Returns it at each of some tokens; None: there is none.
     fn at(&self, values: &ValuesOf<'_>, count: usize) -> Result<Option<Vec<f64>>, Failure> {
         Ok(match self {
@@ -160,9 +152,12 @@ impl Condition {
             Self::Comparison {
                 gate, low, high, ..
             } => {
-                visit.call(gate)?;
-                visit.call(low.gate())?;
-                visit.call(high.gate())
+                for bound in [low, high] {
+                    if let Limit::Gate(gate) = bound {
+                        visit.call(gate)?;
+                    }
+                }
+                visit.call(gate)
             }
             Self::Combined { conditions, .. } => {
                 conditions.iter().try_for_each(|each| each.traverse(visit))
