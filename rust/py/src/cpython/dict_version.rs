@@ -18,28 +18,18 @@ pub struct DictGuard {
     version: AtomicU64,
 }
 
-/// Version of a dict at one time.
-pub struct DictVersion {
-    place: *mut ffi::PyObject,
-    version: u64,
-}
-
-impl DictVersion {
-    /// Call before reading the dict: reading may run code that changes it.
-    pub fn of(dict: &Bound<'_, PyDict>) -> Self {
-        Self {
-            place: dict.as_ptr(),
-            version: source::start(dict),
-        }
-    }
-}
-
 // Relaxed: under the GIL, or only a hint.
 impl DictGuard {
+    /// Returns the version of a dict, for `set`. Call before reading the dict: reading may run code
+    /// that changes it.
+    pub fn start(dict: &Bound<'_, PyDict>) -> u64 {
+        source::start(dict)
+    }
+
     /// Guards the dict at that version.
-    pub fn set(&self, at: &DictVersion) {
-        self.place.store(at.place, Ordering::Relaxed);
-        self.version.store(at.version, Ordering::Relaxed);
+    pub fn set(&self, dict: &Bound<'_, PyDict>, version: u64) {
+        self.place.store(dict.as_ptr(), Ordering::Relaxed);
+        self.version.store(version, Ordering::Relaxed);
     }
 
     /// True if it guards this dict and the dict is unchanged.

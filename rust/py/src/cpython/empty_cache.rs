@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::cpython::dict::{Variable, none_or_empty};
-use crate::cpython::dict_version::{DictGuard, DictVersion, VERSIONS};
+use crate::cpython::dict_version::{DictGuard, VERSIONS};
 
 /// Inline cache of variables of one dict, up to `N` of them dicts and the others missing or None.
 /// Valid while the dict is unchanged.
@@ -59,7 +59,7 @@ impl<const N: usize> EmptyCache<N> {
         dict: &Bound<'_, PyDict>,
         variables: impl IntoIterator<Item = &'a Variable>,
     ) -> PyResult<bool> {
-        let now = DictVersion::of(dict);
+        let version = DictGuard::start(dict);
         let fresh = Self::default();
         let mut free = fresh.lengths.iter();
         let (mut empty, mut fits) = (true, true);
@@ -78,7 +78,7 @@ impl<const N: usize> EmptyCache<N> {
             }
         }
         if VERSIONS && fits {
-            self.guard.set(&now);
+            self.guard.set(dict, version);
             for (length, fresh) in self.lengths.iter().zip(fresh.lengths) {
                 length.store(fresh.into_inner(), Ordering::Relaxed);
             }
