@@ -298,7 +298,13 @@ fn look_at<S: OfElements>(shared: &SharedStatistics<S>, tensor: &Bound<'_, PyAny
     }
     if let Ok(numbers) = result.cast::<PyTuple>() {
         shared.add(&S::of_reduced(numbers.extract()?).at(next_place));
-    } else if shared.awaited.push(result.unbind()) >= MANY_AWAITED {
+        return Ok(());
+    }
+    let mut waiting = shared.awaited.lock();
+    waiting.push_back((next_place(), result.unbind()));
+    let many = waiting.len() >= MANY_AWAITED;
+    drop(waiting);
+    if many {
         add_results(shared, py, false)?;
     }
     Ok(())
@@ -351,25 +357,7 @@ fn reduce_by_any<S: OfElements>(numbers: Numbers<'_>) -> S {
 /// Pending results of devices, the oldest first: objects of `ferrohook.detectors.reductions`, each
 /// with the place of its observation. Not shown to
 /// the garbage collector: they refer to nothing that could be part of a cycle.
-#[derive(Default)]
-pub struct Awaited(Mutex<VecDeque<(u64, Py<PyAny>)>>);
-
-impl Awaited {
-    /// Adds a pending result; returns their count.
-    fn push(&self, result: Py<PyAny>) -> usize {
-        let mut waiting = self.0.lock();
-        waiting.push_back((next_place(), result));
-        waiting.len()
-    }
-
-    fn list(&self, py: Python<'_>) -> Vec<(u64, Py<PyAny>)> {
-        let waiting = self.0.lock();
-        let results = waiting.iter();
-        results
-            .map(|(place, result)| (*place, result.clone_ref(py)))
-            .collect()
-    }
-}
+pub type Awaited = Mutex<VecDeque<(u64, Py<PyAny>)>>;
 
 /// Adds the finished results, or with `wait` all.
 ///
@@ -379,7 +367,10 @@ fn add_results<S: OfElements>(
     py: Python<'_>,
     wait: bool,
 ) -> PyResult<()> {
-    let results = shared.awaited.list(py);
+    let waiting = shared.awaited.lock();
+    let results = waiting.iter().map(|(place, it)| (*place, it.clone_ref(py)));
+    let results: Vec<_> = results.collect();
+    drop(waiting);
     let too_many = results.len() >= MOST_AWAITED;
     for (number, (place, result)) in results.into_iter().enumerate() {
         let result = result.bind(py);
@@ -389,7 +380,7 @@ fn add_results<S: OfElements>(
             break;
         }
         let more = S::of_reduced(numbers.extract()?).at(|| place);
-        let mut waiting = shared.awaited.0.lock();
+        let mut waiting = shared.awaited.lock();
         // Another thread may have added it.
         if let Some(at) = waiting.iter().position(|(each, _)| *each == place) {
             let removed = waiting.remove(at);
