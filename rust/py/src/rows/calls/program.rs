@@ -24,8 +24,8 @@ pub type StageKind = (bool, TypeId);
 pub struct MergingMember {
     pub number: usize,
     pub entries: Entries,
-    /// Merging of each hook.
-    pub merging: Vec<(StageKind, Merging)>,
+    /// The same hooks, with the kinds of their stages.
+    pub hooks: VecDeque<(StageKind, StageHook)>,
 }
 
 /// Hooks of a batch's members for a module that run as one, stage by stage.
@@ -65,23 +65,9 @@ struct TensorKind {
 impl Program {
     pub fn new(members: Vec<MergingMember>) -> Self {
         let (mut all, mut pending) = (Vec::new(), Vec::new());
-        for MergingMember {
-            number,
-            entries,
-            merging,
-        } in members
-        {
-            let hooks = entries.iter().cloned().zip(merging);
-            let hooks = hooks.map(|(entry, (kind, merging))| {
-                let hook = StageHook {
-                    member: number,
-                    entry,
-                    merging,
-                };
-                (kind, hook)
-            });
-            pending.push(hooks.collect::<VecDeque<_>>());
-            all.push((number, entries));
+        for member in members {
+            pending.push(member.hooks);
+            all.push((member.number, member.entries));
         }
         let mut stages = Vec::new();
         // Next all pending hooks of one class, interventions before captures.

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, HookId, Inside, Phase};
@@ -33,7 +34,7 @@ impl MergingMember {
         entries: &[Arc<Entry<Hook>>],
     ) -> PyResult<Option<Self>> {
         let owner = batch.all()[number].frame.bind(py).as_any();
-        let mut merging = Vec::with_capacity(entries.len());
+        let mut hooks = VecDeque::with_capacity(entries.len());
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
@@ -49,12 +50,18 @@ impl MergingMember {
             }
             keeps = merged.keeps();
             let class: &dyn Any = merged;
-            merging.push(((keeps, class.type_id()), form));
+            let kind = (keeps, class.type_id());
+            let hook = StageHook {
+                member: number,
+                entry: Arc::clone(entry),
+                merging: form,
+            };
+            hooks.push_back((kind, hook));
         }
         Ok(Some(Self {
             number,
             entries: entries.into(),
-            merging,
+            hooks,
         }))
     }
 }
