@@ -52,7 +52,7 @@ pub struct Dispatcher {
     /// True for a copy of an instrumented module that is still to be restored.
     of_copy: AtomicBool,
     /// True if the module is a shallow copy: it shares the hooks of the original.
-    shares_hooks: bool,
+    pub shares_hooks: bool,
     /// Key of the guard among torch's pre-hooks, if the module keeps its class.
     pub guard: Mutex<Option<Py<PyAny>>>,
     /// Attachments of global hooks.
@@ -163,10 +163,6 @@ impl Dispatcher {
     /// Returns true, once, if its module is a copy to restore.
     pub fn take_copy(&self) -> bool {
         self.of_copy.swap(false, Ordering::Relaxed)
-    }
-
-    pub fn shares_hooks(&self) -> bool {
-        self.shares_hooks
     }
 
     /// True if it is the dispatcher of this module; `unknown` if the module is gone, or not set yet.

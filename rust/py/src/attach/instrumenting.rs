@@ -37,7 +37,7 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
         }
         (dispatcher, restore_class(module, &state)?)
     };
-    if !dispatcher.get().shares_hooks() {
+    if !dispatcher.get().shares_hooks {
         dispatcher.get().registry(py).get().clear(None);
     }
     restored
