@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ferrohook.effects.intervention import KINDS, number_dtype
 from ferrohook.errors import HookError, HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MISFIT = -(1 << 62)
 """Count of calls of a site that had an output which it cannot keep, or less."""
@@ -158,11 +161,12 @@ def _sum(x: Tensor, rows: Tensor) -> Tensor:
     return torch.view_as_complex(real + other)
 
 
-def _steer_fake(x: Tensor, *_tables: Any) -> Tensor:
+def _like(x: Tensor, *_tables: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+# `run` has no gradient of its own: batches that such sites serve compute none.
+def _passed_on(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None
 
 
@@ -199,28 +203,22 @@ def _flat(x: Tensor, kept: Tensor, places: Tensor, dim: int) -> Tensor | None:
     return rows.reshape(len(rows), -1) if fits else None
 
 
-def _tap_fake(*_tables: Any) -> None:
-    pass
+def _changed_by_hooks(x: Tensor, residual: Tensor | None, key: Tensor) -> Tensor | None:
+    site = _SITES.get(key.data_ptr())
+    return None if site is None else cast("Tensor | None", site.run(x, residual))
 
 
 def _run(x: Tensor, residual: Tensor | None, key: Tensor, _order: Tensor) -> Tensor:
-    site = _SITES.get(key.data_ptr())
-    changed: Tensor | None = None if site is None else site.run(x, residual)
+    changed = _changed_by_hooks(x, residual, key)
     return x.clone() if changed is None else changed
 
 
 def _run_in_place(x: Tensor, residual: Tensor | None, key: Tensor, _order: Tensor) -> None:
-    site = _SITES.get(key.data_ptr())
-    changed: Tensor | None = None if site is None else site.run(x, residual)
-    if changed is not None:
+    if (changed := _changed_by_hooks(x, residual, key)) is not None:
         x.copy_(changed)
 
 
-def _run_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return grad, None, None, None  # outside of batches, which such sites serve without gradients
-
-
-def _ran(*_tensors: Any) -> None:
+def _nothing(*_tensors: Any) -> None:
     pass
 
 
@@ -235,34 +233,27 @@ def _define(library: torch.library.Library) -> None:
         "tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()"
     )
     # In a CUDA graph it would run once, when that is captured: Inductor cuts the graph around it.
+    cut: Any = {"tags": (torch.Tag.cudagraph_unsafe,)}
+    library.define("run(Tensor x, Tensor? residual, Tensor key, Tensor order) -> Tensor", **cut)
     library.define(
-        "run(Tensor x, Tensor? residual, Tensor key, Tensor order) -> Tensor",
-        tags=(torch.Tag.cudagraph_unsafe,),
+        "run_in_place(Tensor(a!) x, Tensor? residual, Tensor key, Tensor(b!) order) -> ()", **cut
     )
-    library.define(
-        "run_in_place(Tensor(a!) x, Tensor? residual, Tensor key, Tensor(b!) order) -> ()",
-        tags=(torch.Tag.cudagraph_unsafe,),
-    )
-    library.impl("run_in_place", _run_in_place, "CompositeExplicitAutograd")
-    torch.library.register_fake("ferrohook::run_in_place", _ran, lib=library)
     # Hooks see values in the order of the model. A graph keeps that order and drops no hook, as
     # each `run` reads the tensor that the `ran` before it is declared to write.
-    library.define(
-        "ran(Tensor x, Tensor(a!) order) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
-    )  # of a tensor on the CPU
-    library.impl("ran", _ran, "CompositeExplicitAutograd")
-    torch.library.register_fake("ferrohook::ran", _ran, lib=library)
-    library.impl("run", _run, "CompositeExplicitAutograd")
-    torch.library.register_fake("ferrohook::run", _steer_fake, lib=library)
-    torch.library.register_autograd("ferrohook::run", _run_backward, lib=library)
-    library.impl("steer", _steer, "CompositeExplicitAutograd")
-    library.impl("change", _change, "CompositeExplicitAutograd")
-    library.impl("tap", _tap, "CompositeExplicitAutograd")
-    torch.library.register_fake("ferrohook::steer", _steer_fake, lib=library)
-    torch.library.register_fake("ferrohook::change", _steer_fake, lib=library)
-    torch.library.register_fake("ferrohook::tap", _tap_fake, lib=library)
-    torch.library.register_autograd("ferrohook::steer", _steer_backward, lib=library)
-    torch.library.register_autograd("ferrohook::change", _change_backward, lib=library)
+    library.define("ran(Tensor x, Tensor(a!) order) -> ()", **cut)  # of a tensor on the CPU
+    operators: list[tuple[str, Callable[..., Any], Callable[..., Any], Any]] = [
+        ("steer", _steer, _like, _passed_on),
+        ("change", _change, _like, _change_backward),
+        ("tap", _tap, _nothing, None),
+        ("run", _run, _like, _passed_on),
+        ("run_in_place", _run_in_place, _nothing, None),
+        ("ran", _nothing, _nothing, None),
+    ]
+    for name, function, fake, backward in operators:
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ferrohook::{name}", fake, lib=library)
+        if backward is not None:
+            torch.library.register_autograd(f"ferrohook::{name}", backward, lib=library)
 
 
 class _Definition:
