@@ -172,7 +172,7 @@ def check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None
     if intervention.output_index is not None or entry.phase != "forward":
         return
     for name, place in places.items():
-        own = None if place.inputs else _width_of(place.module)
+        own = None if place.inputs else width_of(place.module)
         shape = (own,) if place.shape is None and own is not None else place.shape
         if shape is not None and not intervention.fits(shape):
             msg = (
@@ -182,7 +182,7 @@ def check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None
             raise HookTypeError(msg)
 
 
-def _width_of(module: nn.Module) -> int | None:
+def width_of(module: nn.Module) -> int | None:
     """Returns the last dimension of a module's output, if its class shows it."""
     if isinstance(module, nn.Linear):
         return module.out_features

@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import nn
 
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.select import select
+from ferrohook.plans.placing import width_of
 from ferrohook.rows.site_hooks import HookSites
 from ferrohook.rows.site_kinds import check_kinds
 from ferrohook.rows.site_tables import TableForm, TableSites, bytes_of_tables
@@ -23,6 +23,8 @@ from ferrohook.util.arguments import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
     from ferrohook.effects.intervention import Intervention
     from ferrohook.names.select import Selector
@@ -169,16 +171,7 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
     hidden = getattr(config, "hidden_size", None)
     if isinstance(hidden, int):
         return hidden
-    widths: set[int | None] = set()
-    for module in modules.values():
-        if isinstance(module, nn.Linear):
-            widths.add(module.out_features)
-        elif isinstance(module, nn.Embedding):
-            widths.add(module.embedding_dim)
-        elif isinstance(module, nn.LayerNorm):
-            widths.add(module.normalized_shape[-1])
-        else:
-            widths.add(None)
+    widths = {*map(width_of, modules.values())}
     (known,) = widths if len(widths) == 1 else (None,)
     if known is None:
         msg = "the width of the sites' tensors is not known: pass width="
