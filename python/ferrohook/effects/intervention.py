@@ -15,7 +15,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import OutputIndex, check_output_index, expect
 from ferrohook.util.never_trace import never_trace, never_trace_frame, untraced_copy
 from ferrohook.util.streams import Made, made
-from ferrohook.util.tensors import as_tensor, content_of
+from ferrohook.util.tensors import ByContent, as_tensor, content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ def _as_it_is(vector: Tensor) -> Tensor:
     return vector
 
 
-class Intervention(InterventionBase):
+class Intervention(ByContent, InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.
 
     Only their formula runs in Python. They work wherever a hook does. In the phase `forward` they
@@ -271,12 +271,6 @@ class Intervention(InterventionBase):
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies it, hashable: class, `output_index`, and values by content."""
         return (type(self).__name__, *map(content_of, (self.output_index, *self.values)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Intervention) and self.content() == other.content()
-
-    def __hash__(self) -> int:
-        return hash(self.content())
 
     def __reduce__(self) -> Any:
         return _make, (type(self), self.values, self.output_index)

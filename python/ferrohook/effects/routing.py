@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook.effects.parts import part_of, with_part
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.arguments import at_least, describe
-from ferrohook.util.tensors import as_tensor, content_of
+from ferrohook.util.tensors import ByContent, as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,19 +78,8 @@ class Routing(NamedTuple):
     """Factor of the experts' output, which the module's weights do not contain."""
 
 
-class _ByContent:
-    """Base of routes: compared by content, and refused as a plain hook."""
-
-    def content(self) -> tuple[Any, ...]:
-        """Returns what identifies it, hashable."""
-        own = (getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        return (type(self).__name__, *map(content_of, own))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByContent) and self.content() == other.content()
-
-    def __hash__(self) -> int:
-        return hash(self.content())
+class _OnlyAtExperts(ByContent):
+    """Base of routes: refused as a plain hook."""
 
     def __call__(self, _module: object, _args: object, _output: object) -> None:
         """Refuses to be called as a hook.
@@ -108,7 +97,7 @@ ONLY_AT_EXPERTS: Final = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Route(_ByContent):
+class Route(_OnlyAtExperts):
     """Tokens take these experts, in place of the router's choice.
 
     An entry of a plan takes it at `"@experts.N"`: `fh.on("@experts.3", fh.Route(ids))`. Without
@@ -158,7 +147,7 @@ class Route(_ByContent):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Replay(_ByContent):
+class Replay(_OnlyAtExperts):
     """Experts of all blocks, see `replay`."""
 
     ids: Tensor

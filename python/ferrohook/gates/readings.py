@@ -15,7 +15,7 @@ from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import UNITS, FeatureValues, checked_index, maxima_of
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect, finite
-from ferrohook.util.tensors import content_of
+from ferrohook.util.tensors import ByContent, content_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ READINGS: Final[dict[str, type[Reading]]] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Reading(ABC):
+class Reading(ByContent, ABC):
     """Base of the readings: immutable, compared by content, picklable.
 
     A reading gets the vectors of some tokens in float32, (tokens, width), and returns a number for
@@ -64,17 +64,6 @@ class Reading(ABC):
         """Width of the vectors; None for any."""
         found = [getattr(self, name) for name in self.tensors]
         return next((each.shape[-1] for each in found if each is not None), None)
-
-    def content(self) -> tuple[Any, ...]:
-        """Returns what identifies it, hashable."""
-        own = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return (type(self).__name__, *map(content_of, own))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Reading) and self.content() == other.content()
-
-    def __hash__(self) -> int:
-        return hash(self.content())
 
     def __repr__(self) -> str:
         own = ((it.name, getattr(self, it.name), it.default) for it in dataclasses.fields(self))

@@ -31,7 +31,7 @@ from ferrohook.tokens.routes import check_route
 from ferrohook.tokens.tracking import check_takes_at
 from ferrohook.util.arguments import check_encodes, check_output_index, expect
 from ferrohook.util.tables import text_table
-from ferrohook.util.tensors import content_of
+from ferrohook.util.tensors import ByContent, content_of
 from ferrohook.util.texts import MODEL, listed, name_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _GATE: Final = "@gate."
 """Prefix of the names of gates among quantities."""
 
 
-class PlanEntry:
+class PlanEntry(ByContent):
     """An entry of a plan: made by `on`, `keep`, `gate` or `stop`."""
 
     what: Selector
@@ -90,19 +90,9 @@ class PlanEntry:
     def _needs(self) -> Iterator[str]:
         raise NotImplementedError
 
-    def content(self) -> tuple[Any, ...]:
-        """Returns what identifies the entry, hashable."""
-        raise NotImplementedError
-
     def row(self) -> tuple[str, ...]:
         """Returns its row in the table of a plan."""
         raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanEntry) and self.content() == other.content()
-
-    def __hash__(self) -> int:
-        return hash(self.content())
 
 
 class TranscoderInput(NamedTuple):

@@ -5,6 +5,7 @@ Native code walks the same ones (`torch/tensors.rs`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import UserDict
 from collections.abc import Mapping
@@ -227,6 +228,23 @@ def nbytes(tensor: Tensor) -> int:
 def as_leaf(tensor: Tensor) -> Tensor:
     """Cuts a tensor from autograd's graph, which cannot be copied."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+
+class ByContent:
+    """Base of objects that are compared by their content."""
+
+    __slots__ = ()
+
+    def content(self) -> tuple[Any, ...]:
+        """Returns what identifies it, hashable: its class, and the fields of a dataclass."""
+        own = (getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return (type(self).__name__, *map(content_of, own))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByContent) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
 
 
 def content_of(value: Any) -> Any:  # noqa: PLR0911 (one for each kind of value)
