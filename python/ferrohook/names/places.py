@@ -82,6 +82,11 @@ class Place(NamedTuple):
         return self.quantity or self.path or MODEL
 
     @property
+    def phase(self) -> Phase:
+        """Phase of the hooks that see it."""
+        return "forward_pre" if self.inputs else "forward"
+
+    @property
     def by_keyword(self) -> bool:
         """True for a tensor that the module takes as a keyword argument."""
         return self.inputs and isinstance(self.part, str)
@@ -134,10 +139,9 @@ def hooks_at(
         key = (place.inputs, type(place.part), *place[3:5], place.writable, place.head)
         if key not in forms:
             _check(place, hook, phase)
-            own: Phase = "forward_pre" if place.inputs else "forward"
             form = _intervention_at(place, hook) if isinstance(hook, Intervention) else None
             options = {"with_kwargs": True} if place.by_keyword else {}
-            forms[key] = HookGroup(own, form or Written(place, hook), {}, options)
+            forms[key] = HookGroup(place.phase, form or Written(place, hook), {}, options)
         forms[key].modules[name] = place.module
     return [*groups, *forms.values()]
 

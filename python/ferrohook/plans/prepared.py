@@ -69,8 +69,7 @@ from ferrohook.util.weak import weakly
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrohook._core import CallTokens, GateAggregation
-    from ferrohook.effects.typed import Phase
+    from ferrohook._core import CallTokens, GateAggregation, NativeHook
     from ferrohook.names.places import Place
     from ferrohook.tokens.sequences import TokenStack
 
@@ -122,15 +121,15 @@ class Prepared:
         """True if all its requests run in batches that know their positions."""
         self._frame = Frame()
         self._contents = _Contents(model, self._frame)
-        self._attachment = attachment = Attachment()
-        attachment.release_with(self._frame)
+        self._attachment = Attachment()
+        self._attachment.release_with(self._frame)
         try:
-            self._prepare(model, attachment)
+            self._prepare(model)
         except BaseException:
             self._frame._close()
             raise
 
-    def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
+    def _prepare(self, model: nn.Module) -> None:
         found = [find_places(model, number, entry) for number, entry in enumerate(self.entries)]
         read = [read_places(model, number, entry) for number, entry in enumerate(self.entries)]
         self.needs = [
@@ -149,11 +148,11 @@ class Prepared:
         everything = modules_of(it for places in found + read for it in places.values())
         stacks = self._stacks(model, found)
         parts = {path: model.get_submodule(path) for path in stacks}
-        attach(everything | {"": model} | parts, attachment)
+        attach(everything | {"": model} | parts, self._attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
         guarded = {"": model} | parts
-        guards = track(attachment, guarded, stacks, scope=self._frame, tree=self.tree)
+        guards = track(self._attachment, guarded, stacks, scope=self._frame, tree=self.tree)
         self._contents.guard = guards[""]
         strengths = [entry.options.get("strength") for entry in self.entries]
         followed = {each.gate for each in strengths if isinstance(each, Ramp)}
@@ -173,11 +172,11 @@ class Prepared:
         }
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and entry.reads is not None:
-                self._transcode(number, found, read[number], attachment, aggregations)
+                self._transcode(number, entry, found, read[number], aggregations)
             elif isinstance(entry, HookEntry):
-                self._register(number, entry, places, attachment, aggregations)
+                self._register(number, entry, places, aggregations)
             elif isinstance(entry, GateEntry):
-                self._read(number, entry, found, attachment)
+                self._read(number, entry, found)
             elif isinstance(entry, KeepEntry):
                 self._capture(model, number, entry, found)
         if ats := self._contents.ats:
@@ -219,7 +218,6 @@ class Prepared:
         number: int,
         entry: HookEntry,
         places: dict[str, Place],
-        attachment: Attachment,
         gates: dict[str, GateAggregation],
     ) -> None:
         mask = self._mask(entry)
@@ -229,7 +227,7 @@ class Prepared:
                 extent = extent_of(entry, gates)
                 groups = [it._replace(hook=masked(it.hook, mask, **extent)) for it in groups]
         for group in groups:
-            handles = attachment.register(
+            handles = self._attachment.register(
                 [*group.modules.values()],
                 group.phase,
                 group.hook,
@@ -243,38 +241,39 @@ class Prepared:
     def _transcode(
         self,
         number: int,
+        entry: HookEntry,
         found: list[dict[str, Place]],
         read: dict[str, Place],
-        attachment: Attachment,
         gates: dict[str, GateAggregation],
     ) -> None:
         """Registers the two hooks of a change of features of a transcoder."""
-        entry = cast("HookEntry", self.entries[number])
         mask = cast("int", self._mask(entry))
         ((read_name, reads),), ((name, writes),) = read.items(), found[number].items()
         if writes.quantity is None:
             writes = writes._replace(part=entry.hook.output_index)
         with naming(number):
             change = TranscodedFeature(entry.hook, number, reads, writes, **extent_of(entry, gates))
-        phase: Phase = "forward_pre" if reads.inputs else "forward"
-        ahead: dict[str, Any] = {}
-        ahead["priority"] = priority_of_reader(self.entries, found, number, reads)
-        hooks: tuple[tuple[str, Place, Phase, Any, dict[str, Any]], ...] = (
-            (read_name, reads, phase, change.read, ahead),
-            (name, writes, "forward", change.write, entry.hook_options),
-        )
-        for own_name, place, own_phase, hook, options in hooks:
-            (handle,) = attachment.register(
-                [place.module],
-                own_phase,
-                TokenHook(hook, place.part, mask),
-                scope=self._frame,
-                names=[place.path],
-                entry=number,
-                **options,
-            )
-            self._contents.handles.append((own_name, handle))
+        priority = priority_of_reader(self.entries, found, number, reads)
+        reader = TokenHook(change.read, reads.part, mask)
+        self._register_at(reads, reader, read_name, number, priority=priority)
+        writer = TokenHook(change.write, writes.part, mask)
+        self._register_at(writes, writer, name, number, **entry.hook_options)
         self._contents.transcodes.append(number)
+
+    def _register_at(
+        self, place: Place, hook: NativeHook, name: str, number: int, **options: Any
+    ) -> None:
+        """Registers a native hook of an entry at one place."""
+        (handle,) = self._attachment.register(
+            [place.module],
+            place.phase,
+            hook,
+            scope=self._frame,
+            names=[place.path],
+            entry=number,
+            **options,
+        )
+        self._contents.handles.append((name, handle))
 
     def _capture(
         self, model: nn.Module, number: int, entry: KeepEntry, found: list[dict[str, Place]]
@@ -305,30 +304,16 @@ class Prepared:
             )
         )
 
-    def _read(
-        self,
-        number: int,
-        entry: GateEntry,
-        found: list[dict[str, Place]],
-        attachment: Attachment,
-    ) -> None:
+    def _read(self, number: int, entry: GateEntry, found: list[dict[str, Place]]) -> None:
         """Registers the hook of a gate, which reads the value that the entries before it left."""
         places = found[number]
         reader = self._contents.gates[entry.gate.name]
         mask = cast("int", self._mask(entry))
         readers = [reader] if len(places) == 1 else reader.at([*places.values()])
         for (name, place), own in zip(places.items(), readers, strict=True):
-            phase: Phase = "forward_pre" if place.inputs else "forward"
-            (handle,) = attachment.register(
-                [place.module],
-                phase,
-                GateHook(own, place.part, mask),
-                scope=self._frame,
-                names=[place.path],
-                entry=number,
-                priority=priority_of_reader(self.entries, found, number, place),
-            )
-            self._contents.handles.append((name, handle))
+            hook = GateHook(own, place.part, mask)
+            priority = priority_of_reader(self.entries, found, number, place)
+            self._register_at(place, hook, name, number, priority=priority)
 
     def _mask(self, entry: Entry) -> int | None:
         """Returns the index of an entry's positions in the plan; None if it needs none."""
