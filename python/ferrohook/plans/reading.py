@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrohook.captures.tensor_files import FORMATS
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import NUMBERS, Feature
 from ferrohook.effects.interventions import KINDS
@@ -32,18 +33,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-_STORED: Final = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "U8": "uint8",
-    "U16": "uint16",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-}
-"""The dtypes' names in files of safetensors."""
+_STORED: Final = {name: str(it).removeprefix("torch.") for it, name in FORMATS.items()}
+"""Names of dtypes, by their names in files of safetensors."""
 _DTYPES: Final = {str(it)[6:]: it for it in vars(torch).values() if isinstance(it, torch.dtype)}
 _SEQUENCES: Final = {"tuple": tuple, "set": frozenset}
 _LONGEST: Final = 1024
