@@ -346,7 +346,7 @@ class Prepared:
         if self._attachment.released:
             self.close()
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
-        request._prepared = self
+        request.prepared = self
         if prompt is not None:
             request.prompt = _lengths_of(prompt)
             request.set_prompt_lengths(request.prompt)
@@ -432,8 +432,8 @@ class Request(RequestBase, Scope):
         @property
         def _plan(self) -> _Contents: ...
 
-    _prepared: Prepared
-    """Kept alive: dropping it removes the hooks."""
+    prepared: Prepared
+    """The prepared plan of the request, kept alive: dropping it removes the hooks."""
     sequences: Sequences
     """Sequences that its calls ran, for a plan with positions."""
     gates: GateStates
@@ -491,17 +491,12 @@ class Request(RequestBase, Scope):
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The entries of its plan."""
-        return self._prepared.entries
+        return self.prepared.entries
 
     @property
     def model(self) -> nn.Module | None:
         """The model of its plan; None once the model is gone."""
         return self._plan.model()
-
-    @property
-    def prepared(self) -> Prepared:
-        """The prepared plan of the request."""
-        return self._prepared
 
     @property
     def error(self) -> BaseException | None:
@@ -539,7 +534,7 @@ class Request(RequestBase, Scope):
         numbers = [n for n, entry in enumerate(self.entries) if isinstance(entry, KeepEntry)]
         for place, number in enumerate(numbers):
             entry = cast("KeepEntry", self.entries[number])
-            places = self._prepared.places(number) if encoders else {}
+            places = self.prepared.places(number) if encoders else {}
             indices = self._plan.captures[place].places
             beside = [
                 indices[entry.name_of(name)]
