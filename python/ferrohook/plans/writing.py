@@ -156,13 +156,11 @@ def _hook(hook: Any, path: str) -> dict[str, Any]:
         )
         raise HookTypeError(msg)
     if isinstance(hook, Feature):
-        own = options_of(hook)
-        if hook.output_index is not None:
-            own["output_index"] = _option("output_index", hook.output_index, path)
         name = _dictionary(hook.dictionary, f"{path}.dictionary")
-        return {"type": cls.__name__, "dictionary": name, **own}
-    values = zip(cls.fields, hook.values, strict=True)
-    fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
+        fields = {"dictionary": name, **options_of(hook)}
+    else:
+        values = zip(cls.fields, hook.values, strict=True)
+        fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
     if hook.output_index is not None:
         fields["output_index"] = _option("output_index", hook.output_index, path)
     return {"type": cls.__name__, **fields}
