@@ -177,6 +177,22 @@ def tolerance(tensor: Tensor) -> float:
     return math.sqrt(torch.finfo(tensor.dtype).eps)
 
 
+def gradients_of(value: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the gradients of the value of a metric; zeros for tensors that it does not depend on.
+
+    Raises:
+        HookError: the value has no gradient.
+    """
+    if not value.requires_grad:
+        msg = (
+            "the metric has no gradient: compute it from the output's tensors, without detaching "
+            "them or converting them to numbers"
+        )
+        raise HookError(msg)
+    given = torch.autograd.grad(value, [*tensors.values()], materialize_grads=True)
+    return dict(zip(tensors, given, strict=True))
+
+
 def score(metric: Callable[[Any], Any], output: Any) -> Tensor:
     """Calls a metric, and averages over the rows that it returns.
 

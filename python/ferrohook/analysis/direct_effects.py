@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.analysis.calls import ModelCall, score, tolerance
+from ferrohook.analysis.calls import ModelCall, gradients_of, score, tolerance
 from ferrohook.analysis.effects import Effects, check_tokens
 from ferrohook.analysis.norms import FrozenNorm
 from ferrohook.analysis.targets import Targets, cloned
@@ -234,23 +234,14 @@ class _Linearized:
         added: dict[str, Tensor] = {}
         with torch.enable_grad():
             value = self._run(added)
-            if not value.requires_grad:
-                msg = (
-                    "the metric has no gradient: compute it from the output's tensors, without "
-                    "detaching them or converting them to numbers"
-                )
-                raise HookError(msg)
-            given = torch.autograd.grad(value, [*added.values()], allow_unused=True)
-        gradients = dict(zip(added, given, strict=True))
+            gradients = gradients_of(value, added)
         with torch.no_grad():
             biases = float(self._run(None))
         features: list[FeatureEffect] = []
         rows: list[Tensor] = []
         names: list[str] = []
         for name, leaf in added.items():
-            gradient = gradients[name]
-            gradient = torch.zeros_like(leaf) if gradient is None else gradient
-            gradient, left = gradient.double(), leaf.detach().double()
+            gradient, left = gradients[name].double(), leaf.detach().double()
             if (dictionary := self._dictionaries.get(name)) is not None:
                 biases += self._split(name, dictionary, gradient, left, features)
             names.append(f"{name} error" if dictionary is not None else name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ferrohook.analysis.calls import score
+from ferrohook.analysis.calls import gradients_of, score
 from ferrohook.attach.never_fired import explain
 from ferrohook.effects.parts import part_of, with_part
 from ferrohook.errors import HookError, HookTypeError
@@ -158,18 +158,9 @@ class Targets:
         with torch.inference_mode(mode=False), torch.enable_grad():
             found, output = self._pass(call.recordable(), reached)
             value = score(metric, output)
-            if not value.requires_grad:
-                msg = (
-                    "the metric has no gradient: compute it from the output's tensors, without "
-                    "detaching them or converting them to numbers"
-                )
-                raise HookError(msg)
-            given = torch.autograd.grad(value, [*found.values()], allow_unused=True)
-        gradients = {
-            name: (tensor.detach(), torch.zeros_like(tensor) if each is None else each)
-            for (name, tensor), each in zip(found.items(), given, strict=True)
-        }
-        return gradients, value.detach()
+            gradients = gradients_of(value, found)
+        places = {name: (tensor.detach(), gradients[name]) for name, tensor in found.items()}
+        return places, value.detach()
 
     def _pass(
         self, call: ModelCall, take: Callable[[str, Tensor], tuple[T, Tensor | None]]
