@@ -103,10 +103,8 @@ def by_hand(ids: Tensor, layer: int, change: Any) -> tuple[Tensor, Tensor]:
         kept.append(y.detach().clone())
         return None if change is None else change(y.clone())
 
-    handle = alone().model.layers[layer].register_forward_hook(hook)
-    with torch.no_grad():
+    with torch.no_grad(), alone().model.layers[layer].register_forward_hook(hook):
         logits = alone()(ids, use_cache=False).logits
-    handle.remove()
     return logits, kept[0]
 
 

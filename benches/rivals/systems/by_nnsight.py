@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from nnsight import LanguageModel, NNsight  # pyright: ignore[reportMissingImports]
@@ -34,8 +34,7 @@ class NNsightSystem(System):
         model = self.model
         with torch.no_grad(), model.trace(ids):
             out = model.output.logits.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
@@ -43,16 +42,14 @@ class NNsightSystem(System):
         with torch.no_grad(), model.trace(ids):
             model.model.layers[layer].output = model.model.layers[layer].output + vector
             out = model.output.logits.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def captured(self, ids: Tensor, layer: int) -> Tensor:
         """See `System`."""
         model = self.model
         with torch.no_grad(), model.trace(ids):
             out = model.model.layers[layer].output.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
@@ -60,8 +57,7 @@ class NNsightSystem(System):
         with torch.no_grad(), model.trace(ids):
             out = model.model.layers[layer].output.clone().save()
             model.model.layers[layer].output[:] += vector
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
         """See `System`."""
@@ -69,8 +65,7 @@ class NNsightSystem(System):
         with torch.no_grad(), model.generate(ids, max_new_tokens=tokens, do_sample=False):
             model.model.layers[layer].output[:, 0] += vector
             out = model.generator.output.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def failing(self, ids: Tensor, layer: int) -> None:
         """See `System`."""
@@ -84,8 +79,7 @@ class NNsightSystem(System):
         model: Any = NNsight(module)
         with torch.no_grad(), model.trace(x):
             out = getattr(model, name).output.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
         """See `System`."""
@@ -93,8 +87,7 @@ class NNsightSystem(System):
         with torch.no_grad(), model.trace(x):
             getattr(model, name).output = getattr(model, name).output + vector
             out = model.output.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
 
 SYSTEM = NNsightSystem

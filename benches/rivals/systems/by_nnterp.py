@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from nnterp import StandardizedTransformer  # pyright: ignore[reportMissingImports]
@@ -40,8 +40,7 @@ class Nnterp(System):
         model = self.model
         with torch.no_grad(), model.trace(ids):
             out = model.logits.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
@@ -49,16 +48,14 @@ class Nnterp(System):
         with torch.no_grad(), model.trace(ids):
             model.steer(layers=layer, steering_vector=vector)
             out = model.logits.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def captured(self, ids: Tensor, layer: int) -> Tensor:
         """See `System`."""
         model = self.model
         with torch.no_grad(), model.trace(ids):
             out = model.layers_output[layer].save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
@@ -66,8 +63,7 @@ class Nnterp(System):
         with torch.no_grad(), model.trace(ids):
             out = model.layers_output[layer].save()
             model.steer(layers=layer, steering_vector=vector)
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
         """See `System`."""
@@ -75,8 +71,7 @@ class Nnterp(System):
         with torch.no_grad(), model.generate(ids, max_new_tokens=tokens, do_sample=False):
             model.steer(layers=layer, steering_vector=vector, token_positions=0)
             out = model.generator.output.save()
-        result: Tensor = out
-        return result
+        return cast("Tensor", out)
 
     def failing(self, ids: Tensor, layer: int) -> None:
         """See `System`."""

@@ -18,7 +18,7 @@ class TorchHooks(System):
     """PyTorch's own hooks."""
 
     package = "torch"
-    way = "`register_forward_hook`, and `handle.remove()` in a `finally`"
+    way = "`register_forward_hook`, and its handle in a `with`"
     caveats: ClassVar[Mapping[str, str]] = {
         "threads": "a hook belongs to the module, so it fires in every thread: a lock avoids this",
         "threads-capture": "a hook belongs to the module, so it fires in every thread",
@@ -39,33 +39,25 @@ class TorchHooks(System):
 
     def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
-        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector)
-        try:
+        with self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector):
             return self.logits(ids)
-        finally:
-            handle.remove()
 
     def captured(self, ids: Tensor, layer: int) -> Tensor:
         """See `System`."""
         kept: list[Tensor] = []
-        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))
-        try:
+        with self._layer(layer).register_forward_hook(lambda _m, _x, y: kept.append(y.detach())):
             self.logits(ids)
-        finally:
-            handle.remove()
         return kept[0]
 
     def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
         kept: list[Tensor] = []
-        module = self._layer(layer)
-        handles = [module.register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))]
-        handles.append(module.register_forward_hook(lambda _m, _x, y: y + vector))
-        try:
+        register = self._layer(layer).register_forward_hook
+        with (
+            register(lambda _m, _x, y: kept.append(y.detach())),
+            register(lambda _m, _x, y: y + vector),
+        ):
             self.logits(ids)
-        finally:
-            for handle in handles:
-                handle.remove()
         return kept[0]
 
     def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
@@ -76,11 +68,8 @@ class TorchHooks(System):
             y[:, 0] += vector
             return y
 
-        handle = self._layer(layer).register_forward_hook(hook)
-        try:
+        with self._layer(layer).register_forward_hook(hook):
             result: Tensor = self.model.generate(ids, max_new_tokens=tokens, do_sample=False)
-        finally:
-            handle.remove()
         return result
 
     def failing(self, ids: Tensor, layer: int) -> None:
@@ -89,23 +78,15 @@ class TorchHooks(System):
         def hook(*_args: object) -> None:
             raise ValueError
 
-        handle = self._layer(layer).register_forward_hook(hook)
-        try:
+        with self._layer(layer).register_forward_hook(hook):
             self.logits(ids)
-        finally:
-            handle.remove()
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
         compiled: Any = torch.compile(self.model, backend="eager")
         compiled(ids)
-        handle = self._layer(layer).register_forward_hook(
-            lambda _m, _x, y: cast("Tensor", y) + vector
-        )
-        try:
+        with self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector):
             result: Tensor = compiled(ids).logits
-        finally:
-            handle.remove()
         return result
 
     def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:
@@ -116,21 +97,15 @@ class TorchHooks(System):
         """See `System`."""
         kept: list[Tensor] = []
         inside = module.get_submodule(name)
-        handle = inside.register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))
-        try:
+        with inside.register_forward_hook(lambda _m, _x, y: kept.append(y.detach())):
             module(x)
-        finally:
-            handle.remove()
         return kept[0]
 
     def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
         """See `System`."""
         inside = module.get_submodule(name)
-        handle = inside.register_forward_hook(lambda _m, _x, y: cast("Tensor", y) + vector)
-        try:
+        with inside.register_forward_hook(lambda _m, _x, y: cast("Tensor", y) + vector):
             result: Tensor = module(x)
-        finally:
-            handle.remove()
         return result
 
 
