@@ -37,16 +37,20 @@ def llama() -> tuple[nn.Module, torch.Tensor]:
 
 
 def model_calls(
-    model: Callable[[Any], object], x: object, mode: Callable[[], Any] = torch.no_grad
+    model: Callable[[Any], object],
+    x: object,
+    mode: Callable[[], Any] = torch.no_grad,
+    *,
+    per: int = 1,
 ) -> Sampler:
-    """Calls of a model, without gradients unless `mode` says so, on one thread."""
+    """Calls of a model, without gradients unless `mode` says so, on one thread; see `timed`."""
 
     def loop(count: int) -> None:
         with one_thread(), mode():
             for _ in repeat(None, count):
                 model(x)
 
-    return timed(loop)
+    return timed(loop, per)
 
 
 def every_module_of_llama() -> dict[str, Sampler]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -16,32 +17,22 @@ from benches.rows.models import LAYERS, collected, expect_activations, model_cal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 NAMES = [str(number) for number in range(LAYERS)]
 FEW, MANY = 4, 480
 PLANS = 10_000
 
 
-def calls_in_requests(model: nn.Module, x: torch.Tensor, plan: fh.Plan) -> Sampler:
-    """Calls of a model, a request of a prepared plan opened for each."""
-    prepared = plan.prepare(model)
+def calls_in(
+    opened: Callable[[], AbstractContextManager[object]], model: nn.Module, x: torch.Tensor
+) -> Sampler:
+    """Calls of a model, a request or a capture opened for each."""
 
     def loop(count: int) -> None:
         with one_thread(), torch.no_grad():
             for _ in repeat(None, count):
-                with prepared.open():
-                    model(x)
-
-    return timed(loop)
-
-
-def calls_in_captures(model: nn.Module, x: torch.Tensor) -> Sampler:
-    """Calls of a model, a capture opened for each."""
-
-    def loop(count: int) -> None:
-        with one_thread(), torch.no_grad():
-            for _ in repeat(None, count):
-                with fh.capture(model, NAMES):
+                with opened():
                     model(x)
 
     return timed(loop)
@@ -55,11 +46,13 @@ def kept_for_each_call() -> dict[str, Sampler]:
         model(x)
         expect_activations(dict(request.acts), x)
         expect(all(map(torch.equal, append(x), request.acts.values())), "the list's activations")
+    kept, captured = stack(), instrumented(stack())
+    capture = partial(fh.capture, captured, NAMES)
     return {
         "48 layers, plain": model_calls(stack(), x),
         "48 layers, a list by PyTorch's hooks": model_calls(append, x),
-        "48 layers kept, a request for each call": calls_in_requests(stack(), x, plan),
-        "48 layers captured, a capture for each call": calls_in_captures(instrumented(stack()), x),
+        "48 layers kept, a request for each call": calls_in(plan.prepare(kept).open, kept, x),
+        "48 layers captured, a capture for each call": calls_in(capture, captured, x),
     }
 
 

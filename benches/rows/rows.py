@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import ferrohook as fh
-from benches.harness import Group, Row, Sampler, expect, one_thread, timed
+from benches.harness import Group, Row, Sampler, expect
 from benches.rows.models import model_calls
 
 if TYPE_CHECKING:
@@ -249,17 +249,6 @@ def modules() -> nn.Sequential:
     return nn.Sequential(*(nn.Identity() for _ in range(MODULES)))
 
 
-def module_calls(model: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Sampler:
-    """Calls of `modules`, for each of them."""
-
-    def loop(count: int) -> None:
-        with one_thread(), torch.no_grad():
-            for _ in repeat(None, count):
-                model(x)
-
-    return timed(loop, per=MODULES)
-
-
 def steered(
     model: nn.Module, names: list[str], requests: int, each: int
 ) -> tuple[Batched, nn.Module]:
@@ -283,8 +272,8 @@ def steered_modules() -> dict[str, Sampler]:
             expect(torch.equal(batched(x), loop(x)), "the output of the loop")
         name = f"a module, {requests} x {tokens} tokens steered"
         return {
-            name: module_calls(batched, x),
-            f"{name}, a loop in PyTorch's hook": module_calls(loop, x),
+            name: model_calls(batched, x, per=MODULES),
+            f"{name}, a loop in PyTorch's hook": model_calls(loop, x, per=MODULES),
         }
 
     return {
