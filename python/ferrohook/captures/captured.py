@@ -41,6 +41,8 @@ class Recorded(NamedTuple):
 
     collector: Collector
     copies: HostCopies
+    joins: bool
+    """True to read the values of all calls whose positions are known as one."""
 
     def ran(self) -> list[int]:
         """Returns the places that ran, in the order of their first calls."""
@@ -50,31 +52,20 @@ class Recorded(NamedTuple):
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
         finish(self.collector)
-        return self._values(place, stale=stale)
+        values = self.collector.read(
+            place, joins=self.joins, stale=stale, finish=self.copies.finish
+        )
+        return self._after_transforms(values)
 
     def positions(self, place: int) -> list[int] | None:
         """Returns the positions of the tokens of a place's values; None if they are not known."""
         finish(self.collector)
         return self.collector.tokens(place)
 
-    def _values(self, place: int, *, stale: bool) -> list[Any]:
-        values = self.collector.read(place, stale=stale, finish=self.copies.finish)
-        return self._after_transforms(values)
-
     def _after_transforms(self, values: list[Any]) -> list[Any]:
         if not self.collector.transformed:
             return values
         return [map_tensors(after_transforms, value) for value in values]
-
-
-class RecordedSteps(Recorded):
-    """Outputs or inputs of each place: of its last call, or of all whose positions are known."""
-
-    __slots__ = ()
-
-    def _values(self, place: int, *, stale: bool) -> list[Any]:
-        values = self.collector.read(place, joins=True, stale=stale, finish=self.copies.finish)
-        return self._after_transforms(values)
 
 
 class RecordedGradients(Recorded):
@@ -207,7 +198,9 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
         last = [
             (part.places, part.values.collector)
             for part in parts
-            if isinstance(part.values, RecordedSteps) and not (part.multipliers or part.heads)
+            if isinstance(part.values, Recorded)
+            and part.values.joins
+            and not (part.multipliers or part.heads)
         ]
         return super().__new__(cls, last)
 

@@ -11,7 +11,7 @@ import torch
 from ferrohook._core import Collector, HookHandle, RootCalls, record_all
 from ferrohook.attach.instrument import registry_of
 from ferrohook.attach.priorities import AHEAD_OF_ALL, BEHIND_ALL
-from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients, RecordedSteps
+from ferrohook.captures.captured import CapturedPart, Recorded, RecordedGradients
 from ferrohook.captures.convert import check_index, converter, keeps_rows
 from ferrohook.dictionaries.features import KeptFeatures
 from ferrohook.errors import HookTypeError
@@ -265,8 +265,8 @@ class Recorders(NamedTuple):
     def part(self, collector: Collector, *, grads: bool = False) -> CapturedPart:
         """Returns the values in a collector, or their gradients."""
         only_last = self.options.only_last
-        recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
-        values = recorded(collector, self.options.copies)
+        recorded = RecordedGradients if grads else Recorded
+        values = recorded(collector, self.options.copies, joins=only_last and not grads)
         factors = {index: 1 / it if grads else it for index, it in self.multipliers.items()}
         return CapturedPart(self.places, values, only_last, factors, self.heads)
 
