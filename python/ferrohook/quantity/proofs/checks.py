@@ -14,7 +14,7 @@ from ferrohook.quantity.anatomy.equations import differ, tolerance
 from ferrohook.quantity.anatomy.subjects import through
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -59,7 +59,7 @@ class Checks:
                 ]
                 state = _sum(step.multipliers, [state, *added])
             elif step.norm is not None:
-                state = through(self._model, step.norm, state)
+                state = self._through([step.norm], state)
             if site is not None:
                 self._compare(names, self._before(site), state)
                 state = self._after(site)
@@ -68,58 +68,53 @@ class Checks:
 
     def enters(self, names: list[str], state: ObservedTensor, entry: Entry) -> None:
         """Checks the input that a sublayer takes of the stream."""
-        taken = self._after(state)
-        if taken is not None and entry.norm is not None:
-            taken = through(self._model, entry.norm, taken)
+        norms = () if entry.norm is None else (entry.norm,)
+        taken = self._through(norms, self._after(state))
         self._compare(names, self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
         """Checks the last projection of a sublayer, and what rescales its output."""
         if sublayer.last is None or sublayer.projected is None:
             return
-        taken = self._after(sublayer.last)
-        projected = None if taken is None else through(self._model, sublayer.projected.path, taken)
+        projected = self._through([sublayer.projected.path], self._after(sublayer.last))
         self._compare([name], self._before(sublayer.projected), projected)
-        for path in sublayer.rescaled:
-            projected = None if projected is None else through(self._model, path, projected)
-        self._compare([name], self._before(sublayer.contribution), projected)
+        rescaled = self._through(sublayer.rescaled, projected)
+        self._compare([name], self._before(sublayer.contribution), rescaled)
 
     def begins(self, name: str, began: Beginning, stream: ObservedTensor) -> None:
         """Checks how the stream begins."""
         embed = self._after(began.embed)
-        if embed is None:
-            self.fail([name])
-            return
-        state: Tensor | None = embed
-        for path in began.first:
-            state = None if state is None else through(self._model, path, state)
-        if state is not None:
+        state = self._through(began.first, embed)
+        if embed is not None and state is not None:
             total = state.double() * began.multiplier
             if began.positions is not None:
                 rows = total.reshape(-1, began.positions.numel()) + began.positions
                 total = rows.view_as(total)
-            state = total.to(embed.dtype)
-        for path in began.modules:
-            state = None if state is None else through(self._model, path, state)
+            state = self._through(began.modules, total.to(embed.dtype))
         self._compare([name], self._before(stream), state)
 
     def ends(self, ended: Ending, stream: ObservedTensor) -> None:
         """Checks how the stream ends."""
         state = self._after(stream)
         if ended.norm is not None:
-            taken = None if state is None else through(self._model, ended.norm.path, state)
+            taken = self._through([ended.norm.path], state)
             self._compare(["final_norm"], self._before(ended.norm), taken)
             state = self._after(ended.norm)
         if ended.logits is None:
             return
-        for path in ended.modules:
-            state = None if state is None else through(self._model, path, state)
+        state = self._through(ended.modules, state)
         if state is not None:
             state = state.double() * ended.multiplier
             if ended.cap is not None:
                 state = ended.cap * torch.tanh(state / ended.cap)
         names = ["logits", *(["final_norm"] if ended.norm is not None else [])]
         self._compare(names, self._before(ended.logits), state)
+
+    def _through(self, paths: Iterable[str], state: Tensor | None) -> Tensor | None:
+        """Returns a tensor after modules, in order; None if there is none, or one of them fails."""
+        for path in paths:
+            state = None if state is None else through(self._model, path, state)
+        return state
 
     def _before(self, site: ObservedTensor) -> Tensor | None:
         return self._look.tensor(site) if site in self._look.sites else None
