@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ferrohook.quantity.anatomy.subjects import through
 from ferrohook.util.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
@@ -51,13 +52,9 @@ class Beginning(NamedTuple):
     @property
     def text(self) -> str:
         """The equation."""
-        text = "embed"
-        for path in self.first:
-            text = f"{path.rpartition('.')[2]}({text})"
+        text = _applied("embed", self.first)
         text = text if self.positions is None else f"{text} + positions"
-        for path in self.modules:
-            text = f"{path.rpartition('.')[2]}({text})"
-        return f"{text} = resid_pre.0"
+        return f"{_applied(text, self.modules)} = resid_pre.0"
 
 
 class Ending(NamedTuple):
@@ -75,14 +72,19 @@ class Ending(NamedTuple):
     @property
     def text(self) -> str:
         """The equation."""
-        text = "final_norm" if self.norm is not None else "resid_post"
-        for path in self.modules:
-            text = f"{path.rpartition('.')[2]}({text})"
+        text = _applied("final_norm" if self.norm is not None else "resid_post", self.modules)
         if self.multiplier != 1:
             text = f"{self.multiplier:.6g} * {text}"
         if self.cap is not None:
             text = f"{self.cap:.6g} * tanh({text} / {self.cap:.6g})"
         return f"{text} = logits"
+
+
+def _applied(text: str, paths: Iterable[str]) -> str:
+    """Returns the text of what modules return for a value, innermost first."""
+    for path in paths:
+        text = f"{path.rpartition('.')[2]}({text})"
+    return text
 
 
 def beginning(subject: Subject, look: Look, stream: int, start: int) -> Beginning | str:
@@ -107,7 +109,7 @@ def beginning(subject: Subject, look: Look, stream: int, start: int) -> Beginnin
         for call in tables
         for part in call.outputs
         if ObservedTensor.output(call.path, part) in look.sites
-        for value, first in _passed(before, call.outputs[part])
+        for value, first in islice(_passed(before, call.outputs[part]), _MOST_MODULES)
     ]
     if not embedded:
         return "no module that ran before the first block looks up the token ids"
@@ -189,14 +191,11 @@ def _embedded(
 def _passed(calls: list[ModuleCall], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yields a value, and the outputs of modules that take only it, with their paths."""
     paths: tuple[str, ...] = ()
-    for _ in range(_MOST_MODULES):
-        yield value, paths
-        taking = (it for it in calls if [*it.inputs.values()] == [value] and _other(it, value))
-        call = next(taking, None)
-        if call is None:
-            return
+    yield value, paths
+    while (call := next((it for it in calls if _takes_only(it, value)), None)) is not None:
         (value,) = call.outputs.values()
         paths = (*paths, call.path)
+        yield value, paths
 
 
 def _returning(calls: list[ModuleCall], value: int) -> ModuleCall | None:
@@ -236,24 +235,16 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         site = site if site in look.sites else None
     # An engine may call the model's forward itself.
     outputs = next((call.outputs for call in look.calls if not call.path), {})
-    modules: list[str] = []
     failures: list[float] = []
-    for _ in range(_MOST_MODULES):
-        call = next(
-            (it for it in after if [*it.inputs.values()] == [value] and _other(it, value)), None
-        )
-        if call is None:
-            break
-        (value,) = call.outputs.values()
-        modules.append(call.path)
+    for projected, modules in islice(_passed(after, value), 1, _MOST_MODULES + 1):
         for part, returned in outputs.items():
             logits = ObservedTensor.output("", part)
-            if logits not in look.sites or not _by_position(look, logits, value, stream):
+            if logits not in look.sites or not _by_position(look, logits, projected, stream):
                 continue
-            found = _as_logits(look, returned, value)
+            found = _as_logits(look, returned, projected)
             if isinstance(found, tuple):
                 if not isinstance(part, Hidden):
-                    return Ending(site, logits, tuple(modules), *found)
+                    return Ending(site, logits, modules, *found)
             elif found < torch.inf:
                 failures.append(found)
     return Ending(site, None, (), failure=min(failures, default=None))
@@ -270,8 +261,10 @@ def _by_position(look: Look, logits: ObservedTensor, value: int, stream: int) ->
     )
 
 
-def _other(call: ModuleCall, value: int) -> bool:
-    return len(call.outputs) == 1 and value not in call.outputs.values()
+def _takes_only(call: ModuleCall, value: int) -> bool:
+    """Returns True if a module takes only a value, and returns one that is another."""
+    one = [*call.inputs.values()] == [value] and len(call.outputs) == 1
+    return one and value not in call.outputs.values()
 
 
 def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | None] | float:
