@@ -243,11 +243,8 @@ class Look:
         """Returns the last output before a time that is a value."""
         found = [
             each.site
-            for each in self.sightings
-            if each.value == value
-            and each.time < time
-            and not each.site.inputs
-            and each.site in self.sites
+            for each in self.sites.values()
+            if each.value == value and each.time < time and not each.site.inputs
         ]
         return found[-1] if found else None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.quantity.anatomy.blocks import Anatomist, StreamStep
     from ferrohook.quantity.anatomy.ends import Beginning, Ending
-    from ferrohook.quantity.anatomy.observe import Look, ModuleCall, Writes
+    from ferrohook.quantity.anatomy.observe import Look, ModuleCall, Sighting, Writes
     from ferrohook.quantity.anatomy.stacks import Block
     from ferrohook.quantity.anatomy.subjects import Subject
     from ferrohook.quantity.proofs.attention import FoundHeads
@@ -155,15 +155,7 @@ class Tracer:
 
     def output_site(self, value: int, end: int | None = None) -> ObservedTensor | None:
         """Returns the site of the last output that is a value before a time, or of an input."""
-        found = [
-            each
-            for each in self._look.sightings
-            if each.value == value
-            and each.site.path.startswith(self._prefix)
-            and each.site in self._look.sites
-            and not isinstance(each.site.part, Hidden)
-            and (end is None or each.time <= end)
-        ]
+        found = [it for it in self._seen(value) if end is None or it.time <= end]
         outputs = [each.site for each in found if not each.site.inputs]
         return outputs[-1] if outputs else found[0].site if found else None
 
@@ -182,16 +174,17 @@ class Tracer:
             site = ObservedTensor.output(outer.path, part)
             if site in self._look.sites:
                 return site
-        inputs = (
-            each.site
-            for each in self._look.sightings
+        return next((it.site for it in self._seen(value) if it.site.inputs), None)
+
+    def _seen(self, value: int) -> list[Sighting]:
+        """Returns the sightings of a value in the block, at sites that hooks see once."""
+        return [
+            each
+            for each in self._look.sites.values()
             if each.value == value
-            and each.site.inputs
             and each.site.path.startswith(self._prefix)
-            and each.site in self._look.sites
             and not isinstance(each.site.part, Hidden)
-        )
-        return next(inputs, None)
+        ]
 
     def _producers(self, value: int) -> list[ModuleCall]:
         return [call for call in self._calls if value in call.outputs.values()]

@@ -114,11 +114,7 @@ class OwnSums:
             return part.block.before
         if value == part.steps[-1].result:
             return part.block.after
-        for each in self._look.sightings:
-            if (
-                each.value == value
-                and each.site.path.startswith(f"{part.block.path}.")
-                and each.site in self._look.sites
-            ):
-                return each.site
-        return None
+        prefix = f"{part.block.path}."
+        sites = self._look.sites.items()
+        own = (it for it, seen in sites if seen.value == value and it.path.startswith(prefix))
+        return next(own, None)

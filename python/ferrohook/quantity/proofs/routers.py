@@ -243,14 +243,13 @@ def _candidates(look: Look, prefix: str, choice: Weighed) -> list[tuple[Observed
     """Returns outputs with a number for each expert, in the order in which they were seen."""
     positions, least = len(choice.numbers), int(choice.numbers.max()) + 1
     found = []
-    for each in look.sightings:
+    for each in look.sites.values():
         value = look.values[each.value]
         width = value.numel() // positions
         if (
             each.time < choice.start
             and each.site.path.startswith(f"{prefix}.")
             and not each.site.inputs
-            and each.site in look.sites
             and not isinstance(each.site.part, Hidden)
             and each.shape[-1:] == (width,)
             and width * positions == value.numel()
