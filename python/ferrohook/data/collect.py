@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -173,17 +174,19 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     _check_rule("tokens", tokens)
     chosen = cast("nn.Module", model)
     _check_plan(chosen, plan)
-    rows = _RowRules(mask, tokens)
     return _collect(
-        chosen, batches, what, store, run, forward, captured, rows, plan, progress=progress
+        chosen,
+        batches,
+        what,
+        store,
+        run,
+        forward,
+        captured,
+        plan,
+        mask=mask,
+        tokens=tokens,
+        progress=progress,
     )
-
-
-class _RowRules(NamedTuple):
-    """Rules for the rows of a batch, see `collect`."""
-
-    mask: Mask | None
-    tokens: Tokens | None
 
 
 def _collect(  # noqa: PLR0913, PLR0917 (arguments of `collect`)
@@ -194,19 +197,19 @@ def _collect(  # noqa: PLR0913, PLR0917 (arguments of `collect`)
     run: str,
     forward: Callable[[Any], object] | None,
     captured: dict[str, Any],
-    rules: _RowRules,
     plan: Plan | Prepared | None,
     *,
+    mask: Mask | None,
+    tokens: Tokens | None,
     progress: bool,
 ) -> Collected:
     """Collects with a model in this process."""
-    mask, tokens = rules
     options = _not_default({**captured, "mask": mask, "tokens": tokens})
     sources = _sources(model, what, store, captured, options)
     if plan is not None:
         options["plan"] = Plan(*plan.entries)
     numbered = None if tokens is None else TokenRows(tokens)
-    call = forward or _batch_caller(model)
+    call = forward or partial(_call, model)
     ran = skipped = 0
     bar = progress_bar(run, _length(batches), "batch", shown=progress)
     token = object()
@@ -429,15 +432,12 @@ def _discarding(store: Store, run: str, number: int) -> Iterator[None]:
         raise
 
 
-def _batch_caller(model: nn.Module) -> Callable[[Any], object]:
-    def call(batch: Any) -> object:
-        if isinstance(batch, Mapping):
-            return model(**batch)
-        if isinstance(batch, tuple | list):
-            return model(*batch)
-        return model(batch)
-
-    return call
+def _call(model: nn.Module, batch: Any) -> object:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
 
 
 @contextmanager
