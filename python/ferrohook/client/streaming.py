@@ -179,9 +179,6 @@ class TextStream(_Stream[Generated]):
     @functools.cached_property
     def _reading(self) -> Iterator[TextChunk]:
         """The one iterator over the parts: a second loop goes on with it."""
-        return self._read()
-
-    def _read(self) -> Iterator[TextChunk]:
         try:
             for data in self._response.iter_bytes():
                 yield from self._events.feed(data)
@@ -204,11 +201,8 @@ class AsyncTextStream(_Stream[Awaitable[Generated]]):
         return self._reading
 
     @functools.cached_property
-    def _reading(self) -> AsyncIterator[TextChunk]:
+    async def _reading(self) -> AsyncIterator[TextChunk]:
         """The one iterator over the parts: a second loop goes on with it."""
-        return self._read()
-
-    async def _read(self) -> AsyncIterator[TextChunk]:
         try:
             async for data in self._response.aiter_bytes():
                 for chunk in self._events.feed(data):
