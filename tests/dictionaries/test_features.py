@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import ferrohook as fh
 from ferrohook.dictionaries import features
@@ -150,6 +151,15 @@ def test_gradients_pass() -> None:
     values = (other @ weights["W_enc"] + weights["b_enc"]).relu()[:, [3, 5]]
     (other + (1 - 0.5 * values) @ weights["W_dec"][[3, 5]]).square().sum().backward()
     torch.testing.assert_close(x.grad, other.grad, **SIZES)
+
+
+def test_propagation_of_shapes_leaves_nothing_fake() -> None:
+    x = torch.randn(2, D_IN)
+    for kind in ("relu", "topk"):
+        feature, same = (fh.Feature(dictionary_of(kind), 1, set=2.0) for _ in range(2))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert isinstance(feature.apply(mode.from_tensor(x)), FakeTensor)
+        assert torch.equal(feature.apply(x), same.apply(x))
 
 
 def test_heads_count_together() -> None:

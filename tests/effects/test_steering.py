@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.masked import masked_tensor
 
 import ferrohook as fh
@@ -143,6 +144,22 @@ def test_training_after_inference_mode(make: Any, made_inside: bool) -> None:
     x = torch.randn(2, WIDTH, requires_grad=True)
     (applied(intervention, x) + x).square().sum().backward()
     assert x.grad is not None
+
+
+@kinds
+def test_propagation_of_shapes_leaves_nothing_fake(make: Any) -> None:
+    intervention, x = make(torch.randn(WIDTH)), torch.randn(2, WIDTH)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(applied(intervention, mode.from_tensor(x)), FakeTensor)
+    assert torch.equal(applied(intervention, x), by_hand(intervention, x))
+
+
+def test_an_exported_model_keeps_its_interventions() -> None:
+    model, add, x = nn.Sequential(nn.Identity()), fh.Add(torch.ones(WIDTH)), torch.randn(WIDTH)
+    with fh.register(model, "0", add):
+        exported = torch.export.export(model, (x,), strict=False).module()
+        assert torch.equal(exported(x), x + 1)
+        assert torch.equal(model(x), x + 1)
 
 
 @kinds

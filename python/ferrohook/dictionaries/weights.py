@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from ferrohook._core import to_device
-from ferrohook.util.streams import Made, made
+from ferrohook.util.streams import Made, lasting, made
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
 
@@ -32,7 +31,7 @@ class StoredWeights:
         """Returns the tensors on a device, tensors of floating point in a dtype."""
         found = self._copies.get((device, dtype))
         if found is None:
-            with torch.inference_mode(mode=False):  # a later call may record a graph
+            with lasting():
                 copies = {
                     name: to_device(each.to(dtype) if each.is_floating_point() else each, device)
                     for name, each in self.tensors.items()

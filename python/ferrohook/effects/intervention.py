@@ -14,7 +14,7 @@ from ferrohook._core import GpuVector, InterventionBase, to_device
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import OutputIndex, check_output_index, expect
 from ferrohook.util.never_trace import never_trace, never_trace_frame, untraced_copy
-from ferrohook.util.streams import Made, made
+from ferrohook.util.streams import Made, lasting, made
 from ferrohook.util.tensors import ByContent, as_tensor, content_of
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Intervention(ByContent, InterventionBase):
         """Returns tensors with a row for each of some interventions, operand by operand."""
         if not vectors:
             dtype = number_dtype(dtype)
-        with torch.inference_mode(mode=False):  # a later call may record a graph
+        with lasting():
             made = [
                 to_device(torch.tensor(each, dtype=dtype, device="cpu")[:, None], device)
                 for each in columns
@@ -322,7 +322,7 @@ def _on_device(  # noqa: PLR0913, PLR0917 (a vector and where it goes)
     """Returns the prepared vector of an intervention on a device."""
     if order is not None:
         order.use()
-    with torch.inference_mode(mode=False):  # a later call may record a graph
+    with lasting():
         prepared = cls.prepare(vector, *scales)
         on_device: Tensor = to_device(prepared if dtype is None else prepared.to(dtype), device)
         return on_device
@@ -371,5 +371,5 @@ def _vector(cls: type[Intervention], name: str, value: Tensor) -> Tensor:
     if cls.real:
         check_dtypes(cls, value.dtype)
     # A copy, as a later write in place would change some calls and not others.
-    with torch.inference_mode(mode=False):  # a later call may record a graph
+    with lasting():
         return value if value.requires_grad else value.detach().clone()

@@ -15,6 +15,7 @@ from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import UNITS, FeatureValues, checked_index, maxima_of
 from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import expect, finite
+from ferrohook.util.streams import lasting
 from ferrohook.util.tensors import ByContent, content_of
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Reading(ByContent, ABC):
 
     def _keep(self, name: str, value: Tensor) -> None:
         # A copy, as a later write in place would change some calls and not others.
-        with torch.inference_mode(mode=False):
+        with lasting():
             kept = value if value.requires_grad else value.detach().clone()
         object.__setattr__(self, name, kept)
 
@@ -138,7 +139,7 @@ class JoinedReading:
         tensors = [it for it in (getattr(first, name) for name in names) if isinstance(it, Tensor)]
         if all(each is first for each in readings) or any(it.dim() > 1 for it in tensors):
             return
-        with torch.inference_mode(mode=False):  # a later batch may record a graph
+        with lasting():
             for name in names:
                 values = [getattr(each, name) for each in readings]
                 if isinstance(values[0], Tensor):
@@ -157,7 +158,7 @@ class JoinedReading:
             return self._first(vectors)
         device = vectors.device
         if (reading := self._on_device.get(device)) is None:
-            with torch.inference_mode(mode=False):
+            with lasting():
                 tables = {name: table.to(device) for name, table in self._tables.items()}
             reading = self._on_device[device] = self._with(tables)
         if counts.count(1) < len(counts):

@@ -1,4 +1,4 @@
-"""Order of the streams of a GPU around tensors that outlive a call.
+"""Tensors that outlive a call, and the order of the streams of a GPU around them.
 
 A tensor belongs to the stream that allocated it. Another stream that uses it waits for the kernels
 that wrote it, and the memory is neither written nor reused before that stream is done.
@@ -6,16 +6,22 @@ that wrote it, and the memory is neither written nor reused before that stream i
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_infra_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+
+_KEYS: Any = torch._C._TorchDispatchModeKey
+_without: Any = contextlib.contextmanager(_disable_infra_mode)
 
 
 class Made:
@@ -87,6 +93,22 @@ class Tables:
             stream.wait_event(self._written)
             for tensor in self._tensors:
                 tensor.record_stream(stream)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Makes tensors in a block that later calls can use.
+
+    They have memory while this call is traced by `torch.export`, and no tensor of inference mode:
+    a later call may record a graph.
+    """
+    with (
+        _without(_KEYS.PROXY),
+        _without(_KEYS.FUNCTIONAL),
+        unset_fake_temporarily(),
+        torch.inference_mode(mode=False),
+    ):
+        yield
 
 
 def made(tensors: Sequence[Tensor]) -> Made | None:
