@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import re
@@ -115,6 +116,18 @@ def test_the_summary_of_a_call_shows_shapes_and_parameters(x: Tensor) -> None:
     assert type(model[0]) is nn.Linear
     root, first = str(fh.summary(model, x, also="0")).splitlines()
     assert (root, first[4:]) == (text.splitlines()[0], f"0 Linear ({rows}, 2), 8 parameters")
+
+
+def test_the_summary_of_a_call_changes_nothing(x: Tensor) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(x.shape[-1]), nn.Dropout())
+    handle = fh.register(model, "1", ignore)
+    before = copy.deepcopy(model.state_dict())
+    drawn = torch.get_rng_state()
+    assert str(fh.summary(model, x)).endswith("(0 calls)")
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert model.training
+    assert handle.calls == 0
 
 
 def test_the_summary_of_many_modules_is_fast() -> None:

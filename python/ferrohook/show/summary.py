@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ferrohook._core import NativeDetector
 from ferrohook.attach.hook_info import find_registry, hooks_of, state_of
 from ferrohook.attach.priorities import BEHIND_ALL
 from ferrohook.errors import HookError
 from ferrohook.names.select import select
-from ferrohook.registration.register import register
-from ferrohook.registration.scopes import scope
+from ferrohook.quantity.anatomy.subjects import structural_copy, undisturbed
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.tensors import tensors_by_path
 from ferrohook.util.texts import counted, missing_package, name_of
@@ -42,15 +39,16 @@ def summary(model: nn.Module, *args: Any, also: Selector = (), **kwargs: Any) ->
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
-        *args: arguments of the model. With any, the model is called once, without gradients, and
-            all modules are shown, with the shapes of their outputs and their parameters.
+        *args: arguments of the model. With any, a copy of the model is called once, in eval mode
+            and without hooks. All modules are shown, with the shapes of their outputs and their
+            parameters.
         also: modules to show although they have no hooks, see `select`; None for all.
         **kwargs: keyword arguments of the model.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
         SelectionError: `also` matches nothing.
-        HookError: the package rich is not installed.
+        HookError: the package rich is not installed, or the model cannot be copied.
 
     Examples:
         >>> print(fh.summary(model, ids))
@@ -83,7 +81,7 @@ def summary(model: nn.Module, *args: Any, also: Selector = (), **kwargs: Any) ->
 
 
 def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Calls a model; returns the shapes of outputs and the number of parameters by module."""
+    """Calls a copy of a model; returns the shapes of outputs and the parameter counts by module."""
     seen: dict[nn.Module, set[tuple[int, ...]]] = {}
 
     def note(module: nn.Module, _args: object, output: object) -> None:
@@ -91,11 +89,14 @@ def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         tensors = (tensor for _, tensor in tensors_by_path(output))
         shapes.update(tuple(each.shape) for each in tensors if not each.is_nested)
 
-    with scope() as own, torch.no_grad():
-        register(model, None, note, scope=own)
-        model(*args, **kwargs)
+    copied = structural_copy(model)  # a call changes the statistics of a batch norm, for example
+    modules = select(copied)
+    for module in modules.values():
+        module.register_forward_hook(note)
+    with undisturbed():
+        copied(*args, **kwargs)
     details = {}
-    for name, module in select(model).items():
+    for name, module in modules.items():
         shapes = [*map(str, sorted(seen.get(module, ())))]
         if len(shapes) > MOST_SHAPES:
             shapes[MOST_SHAPES:] = [f"{len(shapes) - MOST_SHAPES} more"]
