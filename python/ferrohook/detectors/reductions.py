@@ -165,7 +165,8 @@ def _moments(values: Tensor) -> list[Tensor]:
     return [
         count,
         mean,
-        distances.square().sum(dtype=torch.float64),
+        # Squares may be too large or too small for float32.
+        torch.linalg.vector_norm(distances, dtype=torch.float64).square(),
         wide.where(finite, torch.inf).amin(),
         wide.where(finite, -torch.inf).amax(),
         values.numel() - count,
