@@ -128,6 +128,13 @@ def test_a_clamp_is_refused_on_complex_values(way: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_bound_may_be_beyond_the_dtype(way: str) -> None:
+    x, v = values(torch.float16), vector(torch.float32)
+    expected = ran(way, x, fh.Clamp(v, high=0.1))
+    assert torch.equal(ran(way, x, fh.Clamp(v, -1e6, 0.1)), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_are_not_changed(way: str, dtype: torch.dtype) -> None:
     x = values(dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ferrohook.effects.intervention import EXACT
+from ferrohook.effects.intervention import EXACT, number_dtype
 from ferrohook.effects.intervention import KINDS as KINDS  # from here they have the kinds below
 from ferrohook.effects.intervention import Intervention as Intervention
 from ferrohook.errors import HookTypeError
@@ -169,7 +169,9 @@ class Clamp(_Directed):
         x: Tensor, direction: Tensor, low: Any, high: Any
     ) -> Tensor:
         along = (x * direction).sum(-1, keepdim=True)
-        return x + (along.clamp(low, high) - along) * direction
+        # A bound may be beyond half precision.
+        clamped = along.to(number_dtype(along.dtype)).clamp(low, high).to(along.dtype)
+        return x + (clamped - along) * direction
 
     def on_multiple(self, multiplier: float) -> Self:  # noqa: D102 (see the base)
         direction, *bounds = self.values
