@@ -108,10 +108,17 @@ def test_the_input_is_cast_to_the_weights() -> None:
     assert values.dtype == torch.bfloat16
 
 
-def test_weights_get_no_gradients_but_inputs_do() -> None:
-    weights = {name: it.requires_grad_() for name, it in weights_of("relu").items()}
-    x = torch.randn(D_IN, requires_grad=True)
-    fh.Dictionary(**weights).encode(x).sum().backward()
+@pytest.mark.parametrize("inference", [False, True])
+def test_weights_get_no_gradients_but_inputs_do(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        weights = weights_of("topk rescaled")
+        if not inference:
+            weights = {name: it.requires_grad_() for name, it in weights.items()}
+        dictionary = fh.Dictionary(**weights, activation="topk", **KINDS["topk rescaled"])
+        feature = fh.Feature(dictionary, 1, scale=2.0)
+    x = torch.randn(2, D_IN, requires_grad=True)
+    dictionary.decode(dictionary.encode(x) + feature.apply(x).sum()).sum().backward()
+    feature.apply(x.double()).sum().backward()
     assert x.grad is not None
     assert x.grad.any()
     assert weights["W_enc"].grad is None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ferrohook._core import to_device
 from ferrohook.util.streams import Made, lasting, made
+from ferrohook.util.tensors import normal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,8 @@ class StoredWeights:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = dict(tensors)
+        with lasting():
+            self.tensors = {name: normal(each) for name, each in tensors.items()}
         self._copies: dict[
             tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], Made | None]
         ] = {}
