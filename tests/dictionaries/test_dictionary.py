@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ferrohook as fh
+from ferrohook.dictionaries.formulas import Rounding
 from ferrohook.errors import HookTypeError
 from support.dictionaries import (
     D_IN,
@@ -73,6 +74,19 @@ def test_a_transcoder_does_not_undo_the_norm_and_skips_the_raw_input(
     if skip:
         expected += x @ more["W_skip"].T
     torch.testing.assert_close(dictionary.decode(values, x), expected)
+
+
+def test_autocast_changes_no_bit() -> None:
+    weights, more = weights_of("relu", d_out=7), {"W_skip": torch.randn(7, D_IN)}
+    rounding = Rounding(linear_encoder=True)
+    dictionary = fh.Dictionary(**weights, **more, transcoder=True, rounding=rounding)
+    x = torch.randn(2, D_IN)
+    values, skipped = dictionary.encode(x), dictionary.skip(x)
+    decoded = dictionary.decode(values, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(dictionary.encode(x), values)
+        assert torch.equal(dictionary.decode(values, x), decoded)
+        assert torch.equal(dictionary.skip(x), skipped)
 
 
 def test_a_threshold_is_strict() -> None:

@@ -19,6 +19,7 @@ from ferrohook.dictionaries.formulas import (
     Rounding,
     decode,
     encode,
+    exact,
     needs_input,
     output_scale,
 )
@@ -292,7 +293,10 @@ class Dictionary:
             None if it has none.
         """
         skip = self.weights.on(x.device, self.dtype).get("W_skip")
-        return None if skip is None else flattened(self, x).to(self.dtype) @ skip.T
+        if skip is None:
+            return None
+        with exact(x):
+            return flattened(self, x).to(self.dtype) @ skip.T
 
     def written(self, index: Tensor, x: Tensor) -> Tensor:
         """Returns the vectors that features of value 1 add to a reconstruction.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from functools import lru_cache
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ferrohook._core import InterventionBase
 from ferrohook.dictionaries.dictionary import Dictionary, flattened
-from ferrohook.dictionaries.formulas import encode, needs_all, output_scale
+from ferrohook.dictionaries.formulas import encode, exact, needs_all, output_scale
 from ferrohook.dictionaries.weights import StoredWeights, columns_of
 from ferrohook.effects.interventions import Intervention
 from ferrohook.errors import HookTypeError
@@ -22,7 +21,6 @@ from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from ferrohook.util.arguments import OutputIndex
 
@@ -38,7 +36,6 @@ _OF_VALUES: Final = ("set", "add", "low", "high")
 """Numbers in the unit of a feature's values."""
 _MARKS: Final = ("only_active", "changed")
 """Marks of each feature by name, see `_Edit`."""
-_NOTHING: Final = contextlib.nullcontext()
 UNITS: Final = ("raw", "max")
 """Units of a feature's values: its own, and its largest known one."""
 _STAND_IN: Final = torch.zeros(1, 1, device="cpu")
@@ -86,8 +83,7 @@ class FeatureValues:
         columns = self.columns(x)
         if needs_all(self.dictionary.formula):
             return all_values(self.dictionary, x).index_select(-1, columns["index"])
-        with exact(x):
-            return encode(self.dictionary.formula, columns, x)
+        return encode(self.dictionary.formula, columns, x)
 
 
 def computed_in(x: Tensor) -> torch.dtype:
@@ -95,16 +91,9 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def exact(x: Tensor) -> AbstractContextManager[object]:
-    """Returns a context without autocast, which would run products in lower precision."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
-
-
 def all_values(dictionary: Dictionary, x: Tensor) -> Tensor:
     """Returns the values of all features in the dtype of `x`, (..., d_in), as (..., d_sae)."""
-    with exact(x):
-        return encode(dictionary.formula, dictionary.weights.on(x.device, x.dtype), x)
+    return encode(dictionary.formula, dictionary.weights.on(x.device, x.dtype), x)
 
 
 class _Edit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     Weights = Mapping[str, Tensor]
 
@@ -18,6 +20,7 @@ CONSTANT_NORM: Final = "constant_norm_rescale"
 NORMALIZATIONS: Final = ("none", LAYER_NORM, CONSTANT_NORM)
 """Normalisations of the input, by SAELens' names."""
 _EPSILON: Final = 1e-5
+_NOTHING: Final = nullcontext()
 
 
 class Rounding(NamedTuple):
@@ -54,6 +57,12 @@ class Formula(NamedTuple):
     rounding: Rounding = Rounding()
 
 
+def exact(x: Tensor) -> AbstractContextManager[object]:
+    """Returns a context without autocast, which would run products in lower precision."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
 def encode(formula: Formula, weights: Weights, x: Tensor) -> Tensor:
     """Returns the values of features; of some, for their columns of the weights.
 
@@ -68,7 +77,8 @@ def encode(formula: Formula, weights: Weights, x: Tensor) -> Tensor:
     h, _, _ = _normalized(formula, x)
     if formula.subtracts_bias:
         h = h - weights["b_dec"]
-    return ACTIVATIONS[formula.activation](formula, weights, h)
+    with exact(h):
+        return ACTIVATIONS[formula.activation](formula, weights, h)
 
 
 def decode(formula: Formula, weights: Weights, values: Tensor, x: Tensor | None) -> Tensor:
@@ -85,11 +95,13 @@ def decode(formula: Formula, weights: Weights, values: Tensor, x: Tensor | None)
     """
     if formula.rescales:
         values = values * (1 / weights["norms"])
-    bias = weights["b_dec"]
-    if formula.rounding.linear_decoder:
-        decoded = linear(values, weights["W_dec"].T, bias)
-    else:
-        decoded = values @ weights["W_dec"] + bias
+    bias, skip = weights["b_dec"], weights.get("W_skip")
+    with exact(values):
+        if formula.rounding.linear_decoder:
+            decoded = linear(values, weights["W_dec"].T, bias)
+        else:
+            decoded = values @ weights["W_dec"] + bias
+        skipped = None if x is None or skip is None else x @ skip.T
     if x is None:
         return decoded
     if not formula.transcodes:
@@ -98,8 +110,7 @@ def decode(formula: Formula, weights: Weights, values: Tensor, x: Tensor | None)
             decoded = decoded * scale + mean
         elif scale is not None:
             decoded = decoded / scale
-    skip = weights.get("W_skip")
-    return decoded if skip is None else decoded + x @ skip.T
+    return decoded if skipped is None else decoded + skipped
 
 
 def needs_all(formula: Formula) -> bool:
