@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -430,6 +431,16 @@ def test_malformed_tensors(tmp_path: Path) -> None:
             path.write_bytes(content)
             with pytest.raises(ValueError, match=f"{name} is not"):
                 fh.Dictionary.load(path, reads="@resid_post.1")
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    path = tmp_path / "params.npz"
+    np.savez_compressed(path, **{name: it.numpy() for name, it in weights_of("jumprelu").items()})
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):
+            fh.Dictionary.load(path, reads="@resid_post.1")
 
 
 class Evil:
