@@ -200,7 +200,9 @@ def test_rescaling_by_a_row_of_zeros_is_refused() -> None:
         fh.Dictionary(**weights, activation="topk", k=K, rescale_acts_by_decoder_norm=True)
 
 
-@pytest.mark.parametrize("name", ["W_enc", "reads", "transcoder", "k", "name"])
+@pytest.mark.parametrize(
+    "name", ["W_enc", "reads", "transcoder", "k", "name", "activation", "rounding"]
+)
 def test_wrong_types_are_refused(name: str) -> None:
     arguments: dict[str, Any] = {"activation": "topk", "k": 3, **weights_of("topk")}
     with pytest.raises(HookTypeError, match=name):

@@ -384,6 +384,7 @@ def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> Non
         (lambda: fh.Add(torch.ones(2), "1"), fh.HookTypeError, "scale of Add must be a number"),
         (lambda: fh.Add(torch.ones(2), True), fh.HookTypeError, "scale of Add must be a number"),
         (lambda: fh.Scale(float("nan")), ValueError, "factor of Scale.*NaN"),
+        (lambda: fh.Scale(10**400), ValueError, "factor of Scale.*a float can hold"),
         (lambda: fh.Ablate(torch.ones(2, 2)), fh.HookTypeError, "one dimension"),
         (lambda: fh.Ablate(torch.zeros(2)), ValueError, "not be zero"),
         (lambda: fh.Ablate(torch.full((2,), torch.nan)), ValueError, "NaN"),

@@ -641,6 +641,7 @@ def test_plans_with_routes_are_data() -> None:
         ([[0, 1], [-1, 2]], None, ValueError, r"row \[1\] has both ids and -1: \[-1, 2\]"),
         ([1, 1], None, ValueError, r"row \[\] has an expert twice"),
         ([0, 1], [1, 2], fh.HookTypeError, "weights of Route must be floats, got torch.int64"),
+        ([0, 1], "ab", fh.HookTypeError, "weights of Route must be floats in a tensor"),
         ([0, 1], [0.5], ValueError, r"shape of its ids, \(2,\), got \(1,\)"),
         ([0, 1], [0.5, float("nan")], ValueError, "NaN or infinities"),
     ],

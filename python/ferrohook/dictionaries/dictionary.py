@@ -101,6 +101,8 @@ class Dictionary:
         name: str | None = None,
         rounding: Rounding | None = None,
     ) -> None:
+        expect(activation, str, "activation of Dictionary must be a str")
+        expect(rounding, Rounding | None, "rounding of Dictionary must be a Rounding")
         given = {
             "W_enc": W_enc,
             "W_dec": W_dec,

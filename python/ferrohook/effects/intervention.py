@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from functools import partial
@@ -356,9 +357,11 @@ def _checked(cls: type[Intervention], name: str, value: Any) -> Any:
     if cls.absent and value is None:
         return value
     expect(value, int | float, f"{name} of {cls.__name__} must be a number")
-    number = float(value)
+    number = math.nan
+    with contextlib.suppress(OverflowError):
+        number = float(value)
     if math.isnan(number):
-        msg = f"{name} of {cls.__name__} must be a number, got NaN"
+        msg = f"{name} of {cls.__name__} must be a number that a float can hold, and not NaN"
         raise ValueError(msg)
     return number
 

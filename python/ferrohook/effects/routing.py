@@ -334,11 +334,7 @@ def _ids_of(given: Any, name: str, dims: tuple[int, int], shapes: str) -> Tensor
         HookTypeError: they are no ints.
         ValueError: a shape or an id that no ids can have.
     """
-    try:
-        found = as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        msg = f"{name} must be ints in a tensor, an array or lists, got {describe(given)}: {error}"
-        raise HookTypeError(msg) from error
+    found = _tensor_of(given, f"{name} must be ints")
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
         msg = f"{name} must be ints, got {found.dtype}"
         raise HookTypeError(msg)
@@ -355,6 +351,14 @@ def _ids_of(given: Any, name: str, dims: tuple[int, int], shapes: str) -> Tensor
         msg = f"{name} must be from -1 to {MOST_EXPERTS - 1}, got {low if low < LEFT else high}"
         raise ValueError(msg)
     return found.to(torch.int16)
+
+
+def _tensor_of(given: Any, expected: str) -> Tensor:
+    try:
+        return as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        msg = f"{expected} in a tensor, an array or lists, got {describe(given)}: {error}"
+        raise HookTypeError(msg) from error
 
 
 def _check_rows(ids: Tensor, name: str) -> None:
@@ -375,7 +379,7 @@ def _check_rows(ids: Tensor, name: str) -> None:
 
 
 def _weights_of(given: Any, ids: Tensor) -> Tensor:
-    weights = as_tensor(given)
+    weights = _tensor_of(given, "weights of Route must be floats")
     if not weights.is_floating_point():
         msg = f"weights of Route must be floats, got {weights.dtype}"
         raise HookTypeError(msg)
