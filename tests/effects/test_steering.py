@@ -146,6 +146,14 @@ def test_training_after_inference_mode(make: Any, made_inside: bool) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("length", [1e-30, 1e30])
+def test_a_direction_has_any_length(length: float) -> None:
+    direction, x = torch.randn(WIDTH), torch.randn(2, WIDTH)
+    for make in (fh.Ablate, lambda v: fh.Clamp(v, -0.2, 0.1)):
+        long = applied(make(direction * length), x)
+        torch.testing.assert_close(long, applied(make(direction), x))
+
+
 @kinds
 def test_propagation_of_shapes_leaves_nothing_fake(make: Any) -> None:
     intervention, x = make(torch.randn(WIDTH)), torch.randn(2, WIDTH)
@@ -388,6 +396,7 @@ def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> Non
         (lambda: fh.Ablate(torch.ones(2, 2)), fh.HookTypeError, "one dimension"),
         (lambda: fh.Ablate(torch.zeros(2)), ValueError, "not be zero"),
         (lambda: fh.Ablate(torch.full((2,), torch.nan)), ValueError, "NaN"),
+        (lambda: fh.Ablate(torch.full((2,), torch.inf)), ValueError, "infinities"),
         (lambda: fh.Clamp(torch.ones(2)), ValueError, "low, high or both"),
         (lambda: fh.Clamp(torch.ones(2), 2, 1), ValueError, "low must not exceed high"),
         (lambda: fh.Replace(0.0), fh.HookTypeError, "value of Replace"),

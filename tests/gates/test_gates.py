@@ -69,6 +69,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: fh.Dot(torch.zeros(2, 2)), fh.HookTypeError, "must be a vector of floating point"),
     (lambda: fh.Dot(torch.zeros(2), float("nan")), ValueError, "bias of Dot must be finite"),
     (lambda: fh.Cosine(torch.zeros(3)), ValueError, "must not be zero"),
+    (lambda: fh.Cosine(torch.ones(3) * 1e25), ValueError, "length from 1e-18 to 1e"),
     (lambda: fh.Cosine(UP, projected=1), fh.HookTypeError, "projected of Cosine must be a bool"),
     (lambda: fh.Probe(UP, index=0), ValueError, "none for weights of one class"),
     (lambda: fh.Probe(torch.ones(2, 3)), ValueError, "must be 0 to 1, got None"),

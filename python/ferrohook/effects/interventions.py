@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ferrohook.effects.intervention import EXACT, number_dtype
 from ferrohook.effects.intervention import KINDS as KINDS  # from here they have the kinds below
 from ferrohook.effects.intervention import Intervention as Intervention
+from ferrohook.effects.intervention import number_dtype
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
@@ -86,17 +86,16 @@ class _Directed(Intervention):
                 f"{tuple(direction.shape)}"
             )
             raise HookTypeError(msg)
-        if not bool(direction.detach().norm() > 0):
-            msg = f"direction of {cls.__name__} must not be zero or contain NaN"
+        if not 0 < float(cls.prepare(direction.detach()).norm()) < math.inf:
+            msg = f"direction of {cls.__name__} must not be zero or contain NaN or infinities"
             raise ValueError(msg)
         return self
 
     @staticmethod
     def prepare(direction: Tensor) -> Tensor:
-        exact = direction
-        if direction.dtype not in EXACT:
-            exact = direction.to(torch.complex64 if direction.is_complex() else torch.float32)
-        unit: Tensor = exact / exact.norm()
+        # Squares of long and short directions are no numbers of float32.
+        wide = direction.to(torch.complex128 if direction.is_complex() else torch.float64)
+        unit: Tensor = wide / wide.norm()
         return unit
 
 

@@ -21,6 +21,8 @@ from ferrohook.util.tensors import ByContent, content_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_SHORTEST: Final = 1e-18
+"""Length of a direction of which float32 holds the square; so it does of one divided by this."""
 READINGS: Final[dict[str, type[Reading]]] = {}
 """The kinds by name, for JSON."""
 
@@ -219,14 +221,14 @@ class Cosine(Reading):
     """Cosine between the vector and a direction, from -1 to 1; 0 for a vector of zeros.
 
     Args:
-        direction: as wide as the vectors, of any length but zero.
+        direction: as wide as the vectors, of a length from 1e-18 to 1e18.
         projected: read `cos(h, tanh(P h))` instead, where `P` projects onto the direction: the form
             of conditional activation steering (CAST, arXiv 2409.05907), for its thresholds. It
             reads the same for a direction and its opposite.
 
     Raises:
         HookTypeError: an argument has the wrong type or shape.
-        ValueError: the direction is zero, or has NaN.
+        ValueError: the direction is zero, too short or too long, or has NaN or infinities.
     """
 
     tensors = ("direction",)
@@ -237,8 +239,12 @@ class Cosine(Reading):
     def __post_init__(self) -> None:
         self._vector("direction")
         expect(self.projected, bool, "projected of Cosine must be a bool")
-        if not bool(self.direction.detach().norm() > 0):
-            msg = "direction of Cosine must not be zero or have NaN"
+        length = float(self.direction.detach().to(torch.float64).norm())
+        if not _SHORTEST < length < 1 / _SHORTEST:
+            msg = (
+                f"direction of Cosine must not be zero, and have a length from {_SHORTEST} to "
+                f"{1 / _SHORTEST:.0e}, got {length}"
+            )
             raise ValueError(msg)
 
     def _read(self, vectors: Tensor) -> Tensor:
