@@ -168,7 +168,7 @@ def test_colours_of_effects_without_a_sign_begin_at_zero() -> None:
 
 
 def test_bad_effects_are_refused() -> None:
-    for wrong in ([1.0], [[1.0], [1.0, 2.0]], "text"):
+    for wrong in ([1.0], [[1.0], [1.0, 2.0]], "text", torch.ones(1, 1, dtype=torch.complex64)):
         with pytest.raises(fh.HookTypeError, match="effects"):
             fh.plot.patching(wrong)  # type: ignore[arg-type]
 
@@ -211,6 +211,9 @@ def test_steering_draws_a_line_for_each_label() -> None:
     [
         ({"tokens": ["x"]}, "tokens must have a label for each of the 2 positions, got 1"),
         ({"names": ["a", "b"]}, "names must have one label for each of the 1 rows, got 2"),
+        ({"tokens": [1, 2]}, "tokens must be a list of str, got int"),
+        ({"tokens": "ab"}, "tokens must be a list of str, got str"),
+        ({"names": [1]}, "names must be a list of str, got int"),
     ],
 )
 def test_labels_match_the_grid(options: dict[str, Any], reason: str) -> None:

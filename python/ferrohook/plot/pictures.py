@@ -174,8 +174,9 @@ def predictions(
         HookError: matplotlib is not installed.
     """
     grid = _numbers(probabilities, "probabilities", 2)
+    lines = [_texts(line, "texts") for line in texts]
     ax = _by_layer(grid, names, tokens, "probability", ax, vmin=0, vmax=1)
-    for y, line in enumerate(texts):
+    for y, line in enumerate(lines):
         for x, text in enumerate(line):
             dark = grid[y, x] < 0.5  # noqa: PLR2004 (half of the colours)
             color = "white" if dark else "black"
@@ -330,7 +331,20 @@ def _numbers(values: Any, name: str, dimensions: int) -> Tensor:
     if found.dim() != dimensions:
         msg = f"{name} must have {dimensions} dimensions, got {found.dim()}"
         raise HookTypeError(msg)
+    if found.is_complex():
+        msg = f"{name} must be real numbers, got {found.dtype}"
+        raise HookTypeError(msg)
     return found.detach().cpu().double()
+
+
+def _texts(labels: Any, name: str) -> list[str]:
+    """Validates and returns labels, or other texts."""
+    expected = f"{name} must be a list of str"
+    expect(labels, () if isinstance(labels, str) else Iterable, expected)
+    found = [*labels]
+    for each in found:
+        expect(each, str, expected)
+    return found
 
 
 def _by_layer(
@@ -342,7 +356,7 @@ def _by_layer(
     **colours: Any,
 ) -> Axes:
     """Draws a heat map with a row for each layer; what their names share is in the title."""
-    short, shared = _shortened([] if names is None else list(names))
+    short, shared = _shortened([] if names is None else _texts(names, "names"))
     ax = _heat_map(grid, None if names is None else short, tokens, label, ax, **colours)
     ax.set_title(f"{label}: {shared}.*" if shared else label)
     ax.set_xlabel("position" if tokens is None else "token")
@@ -369,7 +383,8 @@ def _heat_map(
     **colours: Any,
 ) -> Axes:
     height, width = grid.shape
-    names = None if names is None else list(names)
+    names = None if names is None else _texts(names, "names")
+    tokens = None if tokens is None else _texts(tokens, "tokens")
     if names is not None and len(names) != height:
         msg = f"names must have one label for each of the {height} rows, got {len(names)}"
         raise HookTypeError(msg)
@@ -383,7 +398,7 @@ def _heat_map(
     if names is not None:
         _tick(ax.set_yticks, names)
     if tokens is not None:
-        _tick(ax.set_xticks, list(tokens)[:width], rotation=45, ha="right")
+        _tick(ax.set_xticks, tokens[:width], rotation=45, ha="right")
     return ax
 
 
