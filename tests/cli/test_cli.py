@@ -73,6 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.save(nn.Linear(2, 2), "model.pt")
     torch.save(nn.Linear(2, 2).state_dict(), "weights.pt")
     torch.save("text", "text.pt")
+    torch.save([], "none.pt")
     (tmp_path / "junk.pt").write_bytes(b"junk")
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     (tmp_path / "empty").mkdir()
@@ -121,6 +122,7 @@ MISTAKES = {
     "tree cli_models:hooked --input junk.pt": "junk.pt was not written by torch.save",
     "tree cli_models:hooked --input model.pt": "UnpicklingError: ",
     "tree cli_models:hooked --input text.pt": "contains a str: save a tensor, a tuple or a dict",
+    "tree cli_models:hooked --input none.pt": "contains a list: save a tensor, a tuple or a dict",
     "tree cli_models:Pair --input ac.safetensors": "TypeError: .*unexpected keyword argument 'c'",
     "tree cli_models:hooked --input text": "hooked has no tokenizer: a text needs a model",
     "tree cli_models:Pair --input x.pt": "TypeError: .*'b'.*--traceback",

@@ -332,6 +332,7 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
             collect("--input", "x0.pt", "--batch-size", "0"),
             "--batch-size must be at least 1, got 0",
         ),
+        (collect("--input", "x0.pt", "--batch-size", "2"), "--batch-size only works with .txt"),
         (collect("--input", "there.pt"), "there.pt was not written by torch.save"),
         (collect("--input", "x0.pt", "--slice", "1:2:3:4"), "got '1:2:3:4'"),
         (collect("--input", "x0.pt", "--slice", "[0]"), "as ':,0' or '...,:16', got '[0]'"),

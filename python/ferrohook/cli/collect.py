@@ -23,6 +23,8 @@ EXAMPLES = """
 ferrohook collect nets:small --select 0 2 --input x.pt --store acts
 ferrohook collect ./bert --select 'encoder.layer.*' --input a.txt --store acts
 """
+TEXTS = 32
+"""Texts per batch."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -49,8 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         metavar="N",
         type=int,
-        default=32,
-        help="number of texts per batch; 32 by default",
+        help=f"number of texts per batch; {TEXTS} by default",
     )
     parser.add_argument(
         "--store",
@@ -123,9 +124,13 @@ def run(options: argparse.Namespace) -> int:
 
     import ferrohook as fh
 
-    if options.batch_size < 1:
-        msg = f"--batch-size must be at least 1, got {options.batch_size}"
-        raise UserError(msg)
+    if options.batch_size is not None:
+        if options.batch_size < 1:
+            msg = f"--batch-size must be at least 1, got {options.batch_size}"
+            raise UserError(msg)
+        if all(path.suffix != ".txt" for path in options.input):
+            msg = "--batch-size only works with .txt files: a file of tensors is one batch"
+            raise UserError(msg)
     plan = _plan(options)
     model = models.load(options).eval()
     batches = _Batches(model, options)
@@ -170,7 +175,7 @@ class _Batches:
         self._model = model
         self._options = options
         self._parts: list[Path | list[str]] = []
-        size = options.batch_size
+        size = options.batch_size or TEXTS
         for path in options.input:
             if path.suffix == ".txt":
                 texts = [line for line in path.read_text().split("\n") if line.strip()]

@@ -69,9 +69,9 @@ def _arguments(source: str | list[str], model: nn.Module, where: str) -> Call:
     match value:
         case torch.Tensor():
             return (value,), {}
-        case tuple() | list():
+        case tuple() | list() if value:
             return tuple(value), {}
-        case dict():
+        case dict() if value:
             named = value.keys() & inspect.signature(model.forward).parameters.keys()
             return (tuple(value.values()), {}) if len(value) == 1 and not named else ((), value)
     msg = f"{source} contains {with_article(value)}: save a tensor, a tuple or a dict of tensors"
