@@ -146,8 +146,8 @@ def test_training_after_inference_mode(make: Any, made_inside: bool) -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("length", [1e-30, 1e30])
-def test_a_direction_has_any_length(length: float) -> None:
+@pytest.mark.parametrize("length", [1e-17, 1e17])
+def test_a_direction_may_be_long_or_short(length: float) -> None:
     direction, x = torch.randn(WIDTH), torch.randn(2, WIDTH)
     for make in (fh.Ablate, lambda v: fh.Clamp(v, -0.2, 0.1)):
         long = applied(make(direction * length), x)
@@ -394,9 +394,10 @@ def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> Non
         (lambda: fh.Scale(float("nan")), ValueError, "factor of Scale.*NaN"),
         (lambda: fh.Scale(10**400), ValueError, "factor of Scale.*a float can hold"),
         (lambda: fh.Ablate(torch.ones(2, 2)), fh.HookTypeError, "one dimension"),
-        (lambda: fh.Ablate(torch.zeros(2)), ValueError, "not be zero"),
-        (lambda: fh.Ablate(torch.full((2,), torch.nan)), ValueError, "NaN"),
-        (lambda: fh.Ablate(torch.full((2,), torch.inf)), ValueError, "infinities"),
+        (lambda: fh.Ablate(torch.zeros(2)), ValueError, "from 1e-18 to 1e"),
+        (lambda: fh.Ablate(torch.full((2,), torch.nan)), ValueError, "got nan"),
+        (lambda: fh.Ablate(torch.full((2,), torch.inf)), ValueError, "got inf"),
+        (lambda: fh.Clamp(torch.full((2,), 1e30), 0), ValueError, "got 1.41421e"),
         (lambda: fh.Clamp(torch.ones(2)), ValueError, "low, high or both"),
         (lambda: fh.Clamp(torch.ones(2), 2, 1), ValueError, "low must not exceed high"),
         (lambda: fh.Replace(0.0), fh.HookTypeError, "value of Replace"),

@@ -282,7 +282,7 @@ HOSTILE = [
     ({**ZERO, "hook": {**ADD, "vector": [1.0]}}, "entries[1].hook.vector: expected an object"),
     (
         {**ZERO, "hook": {"type": "Ablate", "direction": VECTOR}},
-        "entries[1].hook: direction of Ablate must not be zero",
+        "entries[1].hook: direction of Ablate must have a length from 1e-18 to 1e+18, got 0",
     ),
     (
         vector(dtype="int64"),

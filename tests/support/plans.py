@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def unit(direction: Tensor, x: Tensor) -> Tensor:
     """Direction of unit length, in the dtype of `x`."""
-    exact = direction.to(torch.complex128 if direction.is_complex() else torch.float64)
+    exact = direction
+    if direction.dtype not in {torch.float64, torch.complex128}:
+        exact = direction.to(torch.complex64 if direction.is_complex() else torch.float32)
     return (exact / exact.norm()).to(x.dtype)
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from ferrohook.effects.intervention import EXACT, number_dtype
 from ferrohook.effects.intervention import KINDS as KINDS  # from here they have the kinds below
 from ferrohook.effects.intervention import Intervention as Intervention
-from ferrohook.effects.intervention import number_dtype
 from ferrohook.errors import HookTypeError
+from ferrohook.util.arguments import check_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,16 +87,15 @@ class _Directed(Intervention):
                 f"{tuple(direction.shape)}"
             )
             raise HookTypeError(msg)
-        if not 0 < float(cls.prepare(direction.detach()).norm()) < math.inf:
-            msg = f"direction of {cls.__name__} must not be zero or contain NaN or infinities"
-            raise ValueError(msg)
+        check_length(direction, f"direction of {cls.__name__}")
         return self
 
     @staticmethod
     def prepare(direction: Tensor) -> Tensor:
-        # Squares of long and short directions are no numbers of float32.
-        wide = direction.to(torch.complex128 if direction.is_complex() else torch.float64)
-        unit: Tensor = wide / wide.norm()
+        exact = direction
+        if direction.dtype not in EXACT:
+            exact = direction.to(torch.complex64 if direction.is_complex() else torch.float32)
+        unit: Tensor = exact / exact.norm()
         return unit
 
 
@@ -105,7 +105,7 @@ class Ablate(_Directed):
     Of complex numbers `x . d` is the inner product, with the conjugate of `d`.
 
     Args:
-        direction: one dimension, as wide as the tensor's last; of any length but zero.
+        direction: one dimension, as wide as the tensor's last; of a length from 1e-18 to 1e18.
         output_index: the changed tensor, see `Intervention`.
     """
 
@@ -130,7 +130,7 @@ class Clamp(_Directed):
     numbers. In a batch of several they are tensors, and equal bounds then halve the gradient.
 
     Args:
-        direction: one dimension, as wide as the tensor's last; of any length but zero.
+        direction: one dimension, as wide as the tensor's last; of a length from 1e-18 to 1e18.
         low: least component, or None.
         high: greatest component, or None.
         output_index: the changed tensor, see `Intervention`.

@@ -14,15 +14,13 @@ from torch.linalg import vector_norm
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.dictionaries.features import UNITS, FeatureValues, checked_index, maxima_of
 from ferrohook.errors import HookTypeError
-from ferrohook.util.arguments import expect, finite
+from ferrohook.util.arguments import check_length, expect, finite
 from ferrohook.util.streams import lasting
 from ferrohook.util.tensors import ByContent, content_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SHORTEST: Final = 1e-18
-"""Length of a direction of which float32 holds the square; so it does of one divided by this."""
 READINGS: Final[dict[str, type[Reading]]] = {}
 """The kinds by name, for JSON."""
 
@@ -228,7 +226,7 @@ class Cosine(Reading):
 
     Raises:
         HookTypeError: an argument has the wrong type or shape.
-        ValueError: the direction is zero, too short or too long, or has NaN or infinities.
+        ValueError: the direction has another length, NaN or infinities.
     """
 
     tensors = ("direction",)
@@ -239,13 +237,7 @@ class Cosine(Reading):
     def __post_init__(self) -> None:
         self._vector("direction")
         expect(self.projected, bool, "projected of Cosine must be a bool")
-        length = float(self.direction.detach().to(torch.float64).norm())
-        if not _SHORTEST < length < 1 / _SHORTEST:
-            msg = (
-                f"direction of Cosine must not be zero, and have a length from {_SHORTEST} to "
-                f"{1 / _SHORTEST:.0e}, got {length}"
-            )
-            raise ValueError(msg)
+        check_length(self.direction, "direction of Cosine")
 
     def _read(self, vectors: Tensor) -> Tensor:
         direction = _in(vectors, self.direction)

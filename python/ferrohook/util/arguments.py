@@ -6,7 +6,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, TypeAlias, cast, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ferrohook.errors import HookTypeError
 
@@ -19,6 +20,8 @@ nested part. None: the whole.
 """
 COPIES = ("checked", "clone", "ref")
 """Values of the option `copy` of a capture."""
+_SHORTEST = 1e-18
+"""Least length of a direction."""
 
 
 def describe(value: object) -> str:
@@ -128,6 +131,18 @@ def finite(value: object, name: str) -> float:
         msg = f"{name} must be finite, got {number}"
         raise ValueError(msg)
     return number
+
+
+def check_length(direction: Tensor, name: str) -> None:
+    """Validates that the square of a direction's length is a number of float32, and not zero.
+
+    Raises:
+        ValueError: it is not.
+    """
+    length = float(direction.detach().abs().to(torch.float64).norm())
+    if not _SHORTEST <= length <= 1 / _SHORTEST:  # False for NaN
+        msg = f"{name} must have a length from {_SHORTEST} to {1 / _SHORTEST:.0e}, got {length:g}"
+        raise ValueError(msg)
 
 
 def check_encodes(text: str, name: str) -> None:
