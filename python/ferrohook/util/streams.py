@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_infra_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -95,13 +96,20 @@ class Tables:
                 tensor.record_stream(stream)
 
 
-@contextlib.contextmanager
-def lasting() -> Iterator[None]:
+def lasting() -> AbstractContextManager[object]:
     """Makes tensors in a block that later calls can use.
 
     They have memory while this call is traced by `torch.export`, and no tensor of inference mode:
     a later call may record a graph.
     """
+    mode_of: Any = torch._C._get_dispatch_mode
+    if mode_of(_KEYS.PROXY) or mode_of(_KEYS.FUNCTIONAL) or mode_of(_KEYS.FAKE):
+        return _untraced()
+    return torch.inference_mode(mode=False)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
     with (
         _without(_KEYS.PROXY),
         _without(_KEYS.FUNCTIONAL),
