@@ -175,17 +175,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     chosen = cast("nn.Module", model)
     _check_plan(chosen, plan)
     return _collect(
-        chosen,
-        batches,
-        what,
-        store,
-        run,
-        forward,
-        captured,
-        plan,
-        mask=mask,
-        tokens=tokens,
-        progress=progress,
+        chosen, batches, what, store, run, forward, captured, mask, tokens, plan, progress=progress
     )
 
 
@@ -197,10 +187,10 @@ def _collect(  # noqa: PLR0913, PLR0917 (arguments of `collect`)
     run: str,
     forward: Callable[[Any], object] | None,
     captured: dict[str, Any],
-    plan: Plan | Prepared | None,
-    *,
     mask: Mask | None,
     tokens: Tokens | None,
+    plan: Plan | Prepared | None,
+    *,
     progress: bool,
 ) -> Collected:
     """Collects with a model in this process."""
