@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
+from ferrohook.gates.state import GateStates
 from support.language_models import language_model
 
 transformers = pytest.importorskip("transformers")
@@ -227,6 +229,15 @@ def test_a_sum_begins_anew_after_a_call_that_failed() -> None:
         model()(IDS)
     expected = fh.run(model(), IDS, plan=plan).acts["@gate.g"].flatten()
     torch.testing.assert_close(request.acts["@gate.g"].flatten(), expected)
+
+
+def test_parts_of_calls_that_failed_are_dropped() -> None:
+    states, parts = GateStates({}), [torch.ones(1, WIDTH) for _ in range(100)]
+    kept = [weakref.ref(part) for part in parts]
+    for number in range(len(parts)):
+        tokens: Any = SimpleNamespace(sequences=number)
+        assert states.add_part("g", tokens, 0, 2, parts.pop()) is None
+    assert sum(each() is not None for each in kept) < len(kept)
 
 
 def _raise(*_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ferrohook.gates.conditions import Ramp
     from ferrohook.gates.gate import Gate
     from ferrohook.gates.streaming import GateStream
+
+
+_MOST_PENDING: Final = 64
+"""Calls of a request at a time between the places of a gate."""
 
 
 class Stopped(NamedTuple):
@@ -44,8 +48,8 @@ class GateStates(GateReadings):
 
     def __init__(self, gates: Mapping[str, tuple[Gate, GateAggregation]]) -> None:
         self._gates = gates
-        self._parts: dict[tuple[str, int], tuple[CallTokens, dict[int, Tensor]]] = {}
-        """Vectors of the running call by the name of the gate and the id of the sequences: of the
+        self._parts: dict[str, dict[int, tuple[CallTokens, dict[int, Tensor]]]] = {}
+        """Vectors of running calls by the name of the gate and the id of the sequences: of the
         places that have run, where a gate reads the sum of several."""
         self.stream: GateStream | None = None
         """Takes the values of kept gates of the only sequence, for a client that reads along."""
@@ -68,13 +72,13 @@ class GateStates(GateReadings):
         Raises:
             HookError: another place has other tokens, or tensors of another shape.
         """
-        key = (gate, tokens.sequences)
-        given, parts = self._parts.get(key, (tokens, {}))
+        pending = self._parts.setdefault(gate, {})
+        given, parts = pending.get(tokens.sequences, (tokens, {}))
         if number in parts:  # of a call that did not come to its end
             given, parts = tokens, {}
         other = next(iter(parts.values()), vectors)
         if given != tokens or other.shape != vectors.shape:
-            self._parts.pop(key)
+            pending.pop(tokens.sequences)
             msg = (
                 f"gate {gate!r} reads the sum of {places} places, whose tensors differ in shape or "
                 f"tokens: {tuple(vectors.shape)} and {tuple(other.shape)}"
@@ -82,9 +86,11 @@ class GateStates(GateReadings):
             raise HookError(msg)
         parts[number] = vectors
         if len(parts) < places:
-            self._parts[key] = (given, parts)
+            pending[tokens.sequences] = given, parts
+            for sequences in [*pending][:-_MOST_PENDING]:  # of calls that did not come to the end
+                pending.pop(sequences, None)
             return None
-        self._parts.pop(key, None)
+        pending.pop(tokens.sequences, None)
         whole = parts[0]
         for each in range(1, places):
             whole = whole + parts[each].to(whole.device)
