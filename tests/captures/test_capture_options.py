@@ -48,6 +48,14 @@ def test_dtype_casts_floating_point_tensors_only() -> None:
     assert [each.dtype for each in kept] == [torch.bfloat16, torch.int64, torch.bool]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_a_slice_of_a_tensor_that_wraps_others_is_a_copy() -> None:
+    wrapper = torch.masked.masked_tensor(torch.arange(3.0), torch.ones(3, dtype=torch.bool))
+    kept = captured(wrapper, slice=slice(0, 2))
+    wrapper.get_data().zero_()
+    assert kept.get_data().tolist() == [0, 1]
+
+
 def test_device_moves_tensors() -> None:
     kept = captured((torch.ones(2),), device="meta")
     assert kept[0].device.type == "meta"

@@ -50,12 +50,12 @@ def converter(  # noqa: PLR0913, PLR0917 (the steps of a conversion)
         if device is not None and device != result.device:
             to_host = device.type == "cpu" and result.is_cuda and not result.requires_grad
             if to_host and not torch.compiler.is_compiling():  # a graph cannot wait for the copy
-                clone = copy != "ref" and share_memory(result, tensor)
+                clone = copy != "ref" and share_memory(result, tensor) is not False
                 return copies.start(result, clone=clone)
             result = result.to(device)
         # A view would keep the whole tensor alive.
         own = copy == "clone" or index is not None
-        return result.clone() if own and share_memory(result, tensor) else result
+        return result.clone() if own and share_memory(result, tensor) is not False else result
 
     return convert
 

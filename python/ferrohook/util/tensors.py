@@ -301,14 +301,17 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors are views of one storage."""
+def share_memory(one: Tensor, other: Tensor) -> bool | None:
+    """Returns True if two tensors are views of one storage; None for wrappers, which have none."""
     if one is other:
         return True
     one, other = physical(one), physical(other)
     if one.layout != torch.strided or other.layout != torch.strided:
         return False  # other layouts have several storages and are never views
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def version_of(tensor: Tensor) -> int | None:

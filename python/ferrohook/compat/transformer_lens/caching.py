@@ -171,7 +171,7 @@ class CacheOptions(NamedTuple):
             result = result.to(self.device)
         # A slice must not keep the whole tensor alive.
         own = self.copy == "clone" or self.sliced
-        return result.clone() if own and share_memory(result, tensor) else result
+        return result.clone() if own and share_memory(result, tensor) is not False else result
 
 
 class SavingHook:
