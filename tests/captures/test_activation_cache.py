@@ -247,8 +247,11 @@ def test_save_replaces_a_file_and_gives_it_default_permissions(
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no safetensors")
     (tmp_path / "empty").touch()
-    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "other")
-    for name in ("text", "empty", "other"):
+    structures = {"cut": "{", "list": "[]", "value": '{"value": 1}', "dict": '{"dict": {}}'}
+    for name, text in {"other": None, **structures}.items():
+        metadata = None if text is None else {"ferrohook": text}
+        safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / name, metadata)
+    for name in ("text", "empty", "other", *structures):
         with pytest.raises(
             fh.HookError, match=f"{name} contains no activations saved by ferrohook"
         ):

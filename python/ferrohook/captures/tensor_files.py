@@ -176,8 +176,8 @@ def sync_to_disk(directory: Path) -> None:
         os.close(descriptor)
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """Reads a file that `save` wrote, onto the CPU.
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a file of activations that `save` wrote, onto the CPU.
 
     Raises:
         HookError: the file is of another kind.
@@ -187,11 +187,12 @@ def load(path: str | os.PathLike[str]) -> Any:
     try:
         with library.safe_open(path, framework="pt") as file:
             structure = (file.metadata() or {}).get(_KEY)
-            if structure is None:
-                raise HookError(msg)
-            return _decode(json.loads(structure), file)
-    except library.SafetensorError as error:
+            content = None if structure is None else _decode(json.loads(structure), file)
+    except (library.SafetensorError, AttributeError, TypeError, ValueError) as error:
         raise HookError(msg) from error
+    if not isinstance(content, dict) or not isinstance(content.get("activations"), dict):
+        raise HookError(msg)
+    return content
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
