@@ -223,6 +223,36 @@ def test_grads_are_converted_like_the_tensors(model: nn.Sequential, x: Tensor) -
     assert acts.grads["0"].shape == acts["0"].shape == (2,)
 
 
+class _DoublesInPlace(torch.autograd.Function):
+    """As kernels of libraries that save memory do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        del ctx
+        return grad.mul_(2)
+
+
+@pytest.mark.parametrize("copy", ["checked", "clone", "ref"])
+def test_a_backward_that_writes_to_its_gradient(copy: Any) -> None:
+    t = torch.ones(2, requires_grad=True)
+    module = Returning(lambda: _DoublesInPlace.apply(t))
+    with fh.capture(module, "", grads=True, copy=copy) as acts:
+        module().backward(torch.ones(2))
+    if copy == "checked":
+        with pytest.raises(
+            fh.StaleActivationError, match=r"^the gradient of \(model\) was changed"
+        ):
+            acts.grads[""]
+        assert "float32" in repr(acts.grads)
+    else:
+        assert acts.grads[""].tolist() == [1 if copy == "clone" else 2] * 2
+
+
 @pytest.mark.parametrize("calls", ["last", "all"])
 def test_a_gradient_that_is_not_there_raises_with_the_reason(
     model: nn.Sequential, x: Tensor, tmp_path: Path, calls: Any

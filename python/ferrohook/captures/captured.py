@@ -75,8 +75,7 @@ class RecordedGradients(Recorded):
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the gradients of the values of a place."""
-        del stale  # gradients have no version tag
-        passes = self.collector.gradients(place)
+        passes = self.collector.gradients(place, stale=stale)
         self.copies.finish()
         calls = [[_summed(each) for each in call] for call in self._after_transforms(passes)]
         values = self.collector.read(place, stale=True)
@@ -106,6 +105,9 @@ class Gradients(Mapping[str, Any]):
 
     def unchecked(self, name: str) -> Any:
         """Returns the gradient of a name, None if it did not arrive."""
+        return self._read(name, stale=True)
+
+    def _read(self, name: str, *, stale: bool) -> Any:
         if self._values is None:
             msg = "no gradients were captured: open the capture with grads=True"
             raise SelectionError(msg)
@@ -113,10 +115,10 @@ class Gradients(Mapping[str, Any]):
             msg = f"no gradients of {name!r} were captured: capture it with grads=True"
             raise SelectionError(msg)
         values = self._values
-        return values.unchecked(name) if isinstance(values, CapturedView) else values[name]
+        return values._read(name, stale=stale) if isinstance(values, CapturedView) else values[name]
 
     def __getitem__(self, name: str) -> Any:
-        gradient = self.unchecked(name)
+        gradient = self._read(name, stale=False)
         if next(tensors_in(gradient), None) is None:
             raise SelectionError(self._reason(name))
         return gradient

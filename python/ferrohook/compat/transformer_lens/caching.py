@@ -241,7 +241,9 @@ def recorded_cache(
         # A backward pass reaches the points in reverse.
         for index in reversed(ran) if grads else ():
             # As in TransformerLens, whose hooks store the gradient of each backward pass anew.
-            last = [each[-1] if each else None for each in collector.gradients(index)[-1]]
+            last = [
+                each[-1] if each else None for each in collector.gradients(index, stale=True)[-1]
+            ]
             if any(gradient is not None for gradient in last):
                 value = last[0] if len(last) == 1 else last
                 found[f"{names[index]}_grad"] = _CachedValue(value)

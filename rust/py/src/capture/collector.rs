@@ -21,6 +21,7 @@ use crate::error;
 use crate::rows::places::{Position, TokenPositions, shared_row};
 use crate::torch;
 use crate::torch::tensors::{is_inference, requires_grad, version};
+use crate::torch::transforms;
 
 /// Protection of a captured tensor against later changes in place.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -137,14 +138,7 @@ impl Collector {
         }
         for view in &views {
             if !stale && !view.is_current()? {
-                return Err(error::stale_activation(
-                    py,
-                    format!(
-                        "{} was changed in place after it was captured: capture with \
-                         copy=\"clone\" to keep the original values",
-                        error::shown(&self.names[index])
-                    ),
-                ));
+                return Err(self.changed_in_place(py, index, ""));
             }
             view.begin_read()?;
         }
@@ -185,16 +179,38 @@ impl Collector {
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its
     /// tensors, which lists one gradient for each backward pass that reached it.
-    fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Vec<Bound<'py, PyAny>>>> {
-        let store = self.store.lock();
-        let gradient = |tensor: &KeptTensor| {
-            let passes = tensor.gradient.iter().flat_map(|it| &it.passes);
-            passes.map(|it| it.bind(py).clone()).collect()
+    ///
+    /// Raises:
+    ///     StaleActivationError: a gradient was changed in place since; `stale` allows that.
+    #[pyo3(signature = (index, *, stale = false))]
+    fn gradients<'py>(
+        &self,
+        py: Python<'py>,
+        index: usize,
+        stale: bool,
+    ) -> PyResult<Vec<Vec<Vec<Bound<'py, PyAny>>>>> {
+        let mut versions = Vec::new();
+        let found: Vec<Vec<Vec<_>>> = {
+            let store = self.store.lock();
+            let mut gradient = |tensor: &KeptTensor| {
+                let passes = tensor.gradient.iter().flat_map(|it| &it.passes);
+                let passes = passes.map(|(it, version)| {
+                    versions.extend(version.map(|version| (it.bind(py).clone(), version)));
+                    it.bind(py).clone()
+                });
+                passes.collect()
+            };
+            let calls = store.kept[index].calls.iter();
+            calls
+                .map(|kept| kept.tensors.iter().map(&mut gradient).collect())
+                .collect()
         };
-        let calls = store.kept[index].calls.iter();
-        calls
-            .map(|kept| kept.tensors.iter().map(gradient).collect())
-            .collect()
+        for (gradient, stored) in versions {
+            if !stale && version(&transforms::physical(&gradient)?)? != stored {
+                return Err(self.changed_in_place(py, index, "the gradient of "));
+            }
+        }
+        Ok(found)
     }
 
     /// True if a value may be a tensor of a transform of `torch.func` that has ended.
@@ -267,7 +283,7 @@ impl Collector {
                 visit.call(&each.value)?;
                 each.order.traverse(&visit)?;
                 let mut passes = each.gradient.iter().flat_map(|it| &it.passes);
-                passes.try_for_each(|gradient| visit.call(gradient))?;
+                passes.try_for_each(|(gradient, _)| visit.call(gradient))?;
             }
         }
         Ok(())
@@ -422,6 +438,17 @@ impl Collector {
         }
     }
 
+    fn changed_in_place(&self, py: Python<'_>, index: usize, what: &str) -> PyErr {
+        error::stale_activation(
+            py,
+            format!(
+                "{what}{} was changed in place after it was captured: capture with copy=\"clone\" \
+                 to keep the original values",
+                error::shown(&self.names[index])
+            ),
+        )
+    }
+
     pub fn over_budget(
         &self,
         py: Python<'_>,
@@ -502,10 +529,11 @@ impl Collector {
         Ok(None)
     }
 
-    /// Applies `convert` to a tensor.
+    /// Applies `convert` to a tensor, or else copies it if each value is copied.
     pub fn converted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match &self.convert {
             Some(convert) => convert.bind(tensor.py()).call1((tensor,)),
+            None if self.clones() => tensor.call_method0(intern!(tensor.py(), "clone")),
             None => Ok(tensor.clone()),
         }
     }
@@ -575,12 +603,7 @@ impl Collector {
         {
             kept = kept.call_method1(intern!(py, "to"), (dtype,))?;
         }
-        if self.convert.is_some() {
-            kept = self.converted(&kept)?;
-        } else if self.copy == CopyMode::Clone {
-            kept = kept.call_method0(intern!(py, "clone"))?;
-        }
-        Ok(kept)
+        self.converted(&kept)
     }
 
     /// Returns the tensor with its version, or a copy if it has no version counter.

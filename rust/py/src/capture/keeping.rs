@@ -202,16 +202,7 @@ impl<'py> Keeping<'_, 'py> {
         if self.shared && (this.counts() || requires_grad(&kept)?) {
             kept = owned(&kept)?;
         }
-        let (kept, mut version) = this.checked(kept)?;
-        let mut stored = kept.clone();
-        if transforms::active(tensor.py())? {
-            // The tensor inside outlives the transform, and writes in place go to it.
-            stored = transforms::physical(&kept)?;
-            this.note_transform();
-            if version.is_some() {
-                version = version_if_any(&stored)?;
-            }
-        }
+        let (kept, stored, version) = versioned(this, kept)?;
         let mut recorded = false;
         if this.keeps_gradients() {
             let slot = TensorSlot {
@@ -232,6 +223,24 @@ impl<'py> Keeping<'_, 'py> {
         });
         Ok(kept)
     }
+}
+
+/// Returns a tensor as it is stored, the one with its memory, and the version if reading checks that.
+fn versioned<'py>(
+    collector: &Collector,
+    tensor: Bound<'py, PyAny>,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, Option<i64>)> {
+    let (kept, mut version) = collector.checked(tensor)?;
+    let mut stored = kept.clone();
+    if transforms::active(kept.py())? {
+        // The tensor inside outlives the transform, and writes in place go to it.
+        stored = transforms::physical(&kept)?;
+        collector.note_transform();
+        if version.is_some() {
+            version = version_if_any(&stored)?;
+        }
+    }
+    Ok((kept, stored, version))
 }
 
 /// Hook that receives the gradient of a stored tensor.
@@ -259,9 +268,10 @@ impl GradientSlot {
         if requires_grad(&gradient)? {
             gradient = gradient.call_method0(intern!(py, "detach"))?;
         }
-        let bytes = collector.bytes(&gradient)?;
+        let (gradient, stored, version) = versioned(collector, gradient)?;
+        let bytes = collector.bytes(&stored)?;
         let gradient = Gradient {
-            passes: vec![gradient.unbind()],
+            passes: vec![(gradient.unbind(), version)],
             bytes,
         };
         match collector.put_gradient(&self.tensor, gradient) {

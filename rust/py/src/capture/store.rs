@@ -82,8 +82,9 @@ impl StoredTensor<'_> {
 }
 
 pub struct Gradient {
-    /// Gradients of the backward passes, to be summed; copies to the CPU may be on their way.
-    pub passes: Vec<Py<PyAny>>,
+    /// Gradients of the backward passes, to be summed, with their versions if reading checks them;
+    /// copies to the CPU may be on their way.
+    pub passes: Vec<(Py<PyAny>, Option<i64>)>,
     pub bytes: usize,
 }
 
