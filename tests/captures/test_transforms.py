@@ -93,6 +93,15 @@ def test_gradients_under_a_transform() -> None:
     assert not torch._C._functorch.is_functorch_wrapped_tensor(acts.grads["0"])
 
 
+def test_gradients_of_a_batched_backward() -> None:
+    model, x = net(), X[0].clone().requires_grad_()
+    for kept in (slice(None), slice(1, None)):
+        with fh.capture(model, "0", grads=True, slice=kept) as acts:
+            torch.autograd.grad(model(x), x, torch.eye(1).expand(2, 1), is_grads_batched=True)
+        slope = 1 - torch.tanh(model[0](x)) ** 2
+        assert torch.allclose(acts.grads["0"], (slope * model[2].weight).expand(2, 3)[:, kept])
+
+
 def test_bytes_are_those_of_all_samples() -> None:
     model = net()
     with (

@@ -296,6 +296,13 @@ def after_transforms(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def unbatched(tensor: Tensor) -> Tensor:
+    """Returns a gradient of `torch.autograd.grad(is_grads_batched=True)` with its batch first."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return torch._remove_batch_dim(tensor, max(level, 1), 1, 0)
+
+
 def normal(tensor: Tensor) -> Tensor:
     """Returns a tensor with a version, which autograd can save: a copy if of inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor

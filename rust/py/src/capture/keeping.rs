@@ -268,7 +268,7 @@ impl GradientSlot {
         if requires_grad(&gradient)? {
             gradient = gradient.call_method0(intern!(py, "detach"))?;
         }
-        let (gradient, stored, version) = versioned(collector, gradient)?;
+        let (gradient, stored, version) = versioned(collector, transforms::unbatched(gradient)?)?;
         let bytes = collector.bytes(&stored)?;
         let gradient = Gradient {
             passes: vec![(gradient.unbind(), version)],

@@ -18,3 +18,15 @@ pub fn physical<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> 
     let tensors = py.import(intern!(py, "ferrohook.util.tensors"))?;
     tensors.call_method1(intern!(py, "physical"), (tensor,))
 }
+
+/// Returns a gradient outside of the batch in which autograd computes it, with that dimension first.
+pub fn unbatched(tensor: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAny>> {
+    static BATCHED: Once<Py<PyAny>> = Once::new();
+    let py = tensor.py();
+    let batched = BATCHED.import(py, "torch._C._functorch", "is_legacy_batchedtensor")?;
+    if !batched.call1((&tensor,))?.is_truthy()? {
+        return Ok(tensor);
+    }
+    let tensors = py.import(intern!(py, "ferrohook.util.tensors"))?;
+    tensors.call_method1(intern!(py, "unbatched"), (tensor,))
+}
