@@ -153,6 +153,13 @@ def test_calls_frees_the_outputs_of_older_calls() -> None:
     assert len(acts[""]) == 3
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_the_bytes_of_a_sparse_tensor_are_those_of_its_parts(layout: torch.layout) -> None:
+    value = torch.eye(100).to_sparse(layout=layout)
+    assert captured(value, max_bytes=5_000) is value
+
+
 # grads
 
 

@@ -476,7 +476,10 @@ impl Collector {
         if !self.counts() {
             return Ok(0);
         }
-        tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
+        let py = tensor.py();
+        let tensors = py.import(intern!(py, "ferrohook.util.tensors"))?;
+        let bytes = tensors.call_method1(intern!(py, "nbytes"), (tensor,))?;
+        bytes.extract()
     }
 
     fn put<'py>(&self, py: Python<'py>, index: usize, kept: Kept) -> Put<'py> {
