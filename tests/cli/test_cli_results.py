@@ -93,7 +93,7 @@ def test_a_tree_as_json_and_without_rich(
         "1": "ReLU",
     }
     (hook,) = found["1"]["hooks"]
-    assert hook == {"phase": "forward", "hook": "Scale(factor=2.0)", "calls": 1}
+    assert hook == {"phase": "forward", "hook": "Scale(factor=2.0)", "calls": 0}
     assert "(4, 3)" in found["0"]["details"]
     monkeypatch.setitem(sys.modules, "rich.tree", None)
     assert parsed(f"tree {model}", capsys) == found
