@@ -168,8 +168,10 @@ class Clamp(_Directed):
         x: Tensor, direction: Tensor, low: Any, high: Any
     ) -> Tensor:
         along = (x * direction).sum(-1, keepdim=True)
-        # A bound may be beyond half precision.
-        clamped = along.to(number_dtype(along.dtype)).clamp(low, high).to(along.dtype)
+        if (wide := number_dtype(along.dtype)) == along.dtype:
+            clamped = along.clamp(low, high)
+        else:  # a bound may be beyond half precision
+            clamped = along.to(wide).clamp(low, high).to(along.dtype)
         return x + (clamped - along) * direction
 
     def on_multiple(self, multiplier: float) -> Self:  # noqa: D102 (see the base)
