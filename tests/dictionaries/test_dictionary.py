@@ -12,6 +12,7 @@ import torch
 import ferrohook as fh
 from ferrohook.dictionaries.formulas import Rounding
 from ferrohook.errors import HookTypeError
+from support.compiling import compiled
 from support.dictionaries import (
     D_IN,
     D_SAE,
@@ -87,6 +88,18 @@ def test_autocast_changes_no_bit() -> None:
         assert torch.equal(dictionary.encode(x), values)
         assert torch.equal(dictionary.decode(values, x), decoded)
         torch.testing.assert_close(dictionary.skip(x), skipped, rtol=0, atol=0)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dictionary_that_never_ran_compiles(kind: str, dtype: torch.dtype) -> None:
+    dictionary, x = dictionary_of(kind), torch.randn(6, D_IN, dtype=dtype)
+    run = torch.compile(
+        lambda x: dictionary.decode(dictionary.encode(x), x), backend="eager", fullgraph=True
+    )
+    found = run(x)
+    assert torch.equal(found, dictionary.decode(dictionary.encode(x), x))
 
 
 def test_a_threshold_is_strict() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from ferrohook._core import to_device
 from ferrohook.util.streams import Made, lasting, made
 from ferrohook.util.tensors import normal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    from torch import Tensor
+    from collections.abc import Callable, Mapping
 
 
 class StoredWeights:
@@ -32,19 +32,30 @@ class StoredWeights:
     def on(self, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Returns the tensors on a device, tensors of floating point in a dtype."""
         found = self._copies.get((device, dtype))
+        if found is None and torch.compiler.is_compiling():
+            return self._moved(device, dtype, Tensor.to)  # in the graph
         if found is None:
             with lasting():
-                copies = {
-                    name: to_device(each.to(dtype) if each.is_floating_point() else each, device)
-                    for name, each in self.tensors.items()
-                }
-                if "norms" in copies and dtype != self.tensors["norms"].dtype:
-                    copies["norms"] = copies["W_dec"].norm(dim=-1)  # rounded once, not twice
+                copies = self._moved(device, dtype, to_device)
             order = made([*copies.values()]) if device.type == "cuda" else None
             found = self._copies[device, dtype] = copies, order
         copies, order = found
         if order is not None:
             order.use()
+        return copies
+
+    def _moved(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        move: Callable[[Tensor, torch.device], Tensor],
+    ) -> dict[str, Tensor]:
+        copies = {
+            name: move(each.to(dtype) if each.is_floating_point() else each, device)
+            for name, each in self.tensors.items()
+        }
+        if "norms" in copies and dtype != self.tensors["norms"].dtype:
+            copies["norms"] = copies["W_dec"].norm(dim=-1)  # rounded once, not twice
         return copies
 
     def __getstate__(self) -> dict[str, Tensor]:
