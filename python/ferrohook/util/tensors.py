@@ -300,7 +300,9 @@ def unbatched(tensor: Tensor) -> Tensor:
     """Returns a gradient of `torch.autograd.grad(is_grads_batched=True)` with its batch first."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    return torch._remove_batch_dim(tensor, max(level, 1), 1, 0)
+    remove: Any = vars(torch)["_remove_batch_dim"]  # for type checkers torch does not export it
+    found: Tensor = remove(tensor, max(level, 1), 1, 0)
+    return found
 
 
 def normal(tensor: Tensor) -> Tensor:
