@@ -260,8 +260,7 @@ class Intervention(ByContent, InterventionBase):
         yield "add" if self.adds else "change"
         if self.output_index is not None:
             yield "output_index"
-        given = (value for value in self.values if value is not None)
-        values = [as_tensor(value) for value in given]
+        values = [as_tensor(value) for value in self.values if value is not None]
         if self.broadcasts and any(value.dim() > 1 for value in values):
             yield "table"
         if any(value.requires_grad for value in values):
