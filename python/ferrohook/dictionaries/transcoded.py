@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from ferrohook.effects.parts import change_part, part_of
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.texts import listed
+from ferrohook.util.unfinished import leave
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-_MOST_PENDING: Final = 64
-"""Calls of a request at a time between the two places of a transcoder."""
 
 
 class TranscodedRequest(Protocol):
@@ -79,10 +77,7 @@ class TranscodedFeature:
         if self._reads.multiplier != 1:
             x = x * self._reads.multiplier
         change = self._feature._edit.change_of(x.to(computed_in(x)))
-        pending = request.transcoded[self._number]
-        pending[tokens.sequences] = tokens, change
-        for sequences in [*pending][:-_MOST_PENDING]:  # of calls that did not come to the end
-            pending.pop(sequences, None)
+        leave(request.transcoded[self._number], tokens.sequences, (tokens, change))
 
     def write(
         self, request: TranscodedRequest, value: Any, places: Tensor, tokens: CallTokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from ferrohook._core import GateReadings
 from ferrohook.errors import HookError
 from ferrohook.gates.aggregation import recorded
 from ferrohook.util.never_trace import never_trace
+from ferrohook.util.unfinished import leave
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from ferrohook.gates.conditions import Ramp
     from ferrohook.gates.gate import Gate
     from ferrohook.gates.streaming import GateStream
-
-
-_MOST_PENDING: Final = 64
-"""Calls of a request at a time between the places of a gate."""
 
 
 class Stopped(NamedTuple):
@@ -86,9 +83,7 @@ class GateStates(GateReadings):
             raise HookError(msg)
         parts[number] = vectors
         if len(parts) < places:
-            pending[tokens.sequences] = given, parts
-            for sequences in [*pending][:-_MOST_PENDING]:  # of calls that did not come to the end
-                pending.pop(sequences, None)
+            leave(pending, tokens.sequences, (given, parts))
             return None
         pending.pop(tokens.sequences, None)
         whole = parts[0]
