@@ -9,6 +9,7 @@ import pickle
 from typing import Any, Generic, TypeVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
@@ -213,3 +214,60 @@ def test_a_subclass_of_a_made_class_has_its_own_instances_alone() -> None:
     assert not isinstance(instrumented, Below)
     assert issubclass(Below, made)
     assert issubclass(Below, nn.Linear)
+
+
+def test_what_a_module_writes_to_its_class_is_the_plain_class_s() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return x
+
+    module = Counting()
+    with fh.instrument(module):
+        module(torch.ones(1))
+        type(module).forward = lambda _self, x: x + 1  # type: ignore[method-assign]
+        type(module).more = 1  # type: ignore[attr-defined]
+        del type(module).more  # type: ignore[attr-defined]
+        assert module(torch.ones(1)) == 2
+    assert Counting.calls == 1
+    assert module(torch.ones(1)) == 2
+    assert not hasattr(Counting, "more")
+    hooked = fh.HookedModule(Counting())
+    type(hooked).forward = lambda _self, x: x + 2  # type: ignore[method-assign]
+    assert hooked(torch.ones(1)) == 3
+
+
+def test_a_dict_that_replaces_a_module_s_own_is_its_state() -> None:
+    plain, module = nn.Linear(4, 4), nn.Linear(4, 4)
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    x = torch.randn(4)
+    with fh.instrument(module):
+        module.__dict__ = dict(vars(plain))
+        assert torch.equal(module(x), plain(x))
+    hooked.__dict__ = dict(vars(plain)) | {"size": 9}
+    assert torch.equal(hooked(x), plain(x))
+    assert hooked.size == 9
+
+
+class _KnowsItsClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: type = type(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kind = type(self)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_class_in_the_state_is_pickled_as_the_plain_one(wrap: bool) -> None:
+    module: Any = _KnowsItsClass()
+    if wrap:
+        module = fh.HookedModule(module)
+    else:
+        fh.instrument(module)
+    module(torch.ones(1))
+    for copied in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert copied.kind is _KnowsItsClass or copied.kind == _KnowsItsClass

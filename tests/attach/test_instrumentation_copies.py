@@ -149,3 +149,16 @@ def test_a_capture_on_a_replica_leaves_the_original_to_be_restored() -> None:
         linear(x())
         assert handle.calls == 2
     assert type(linear) is nn.Linear
+
+
+def test_a_clone_with_another_call_leaves_the_original_s_forward() -> None:
+    module: Any = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    with fh.instrument(module):
+        clone = module.__new__(type(module))
+        clone.__dict__ = vars(module).copy()
+        module.forward = lambda x: x * 0
+        assert not module(x).any()
+        vars(clone)["_compiled_call_impl"] = lambda x: x + 50
+        clone(x)
+        assert not module(x).any()

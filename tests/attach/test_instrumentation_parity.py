@@ -274,6 +274,38 @@ def test_a_torch_hook_changed_during_the_forward_takes_effect_in_its_phase(chang
     side_by_side(act)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_s_hooks_that_a_pre_hook_adds_fire_in_the_same_call(fails: bool) -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        def pre(*_: Any) -> None:
+            hook = logging(log, "added in time")
+            handles.append(nn.Module.register_forward_hook(model, hook, always_call=fails))
+            handles.append(torch_global.register_module_forward_hook(logging(log, "of all")))
+
+        handles: list[Any] = []
+        model.register_forward_pre_hook(pre)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(1, 99) if fails else x())
+        for handle in handles:
+            handle.remove()
+
+    assert "added in time" in flat(side_by_side(act))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_scope_that_a_pre_hook_enters_is_in_the_next_phase(before: bool) -> None:
+    model, fired = small(), []
+    with fh.instrument(model):
+        scope = fh.Scope()
+        if before:
+            fh.register(model, "", lambda *_: None, phase="forward_pre", scope=scope)
+        fh.register(model, "", lambda *_: fired.append("fired"), scope=scope)
+        model.register_forward_pre_hook(lambda *_: scope.__enter__() and None)
+        model(x())
+        scope.__exit__(None, None, None)
+    assert fired == ["fired"]
+
+
 def test_a_forward_that_a_pre_hook_replaces_runs_in_the_next_call() -> None:
     def act(model: nn.Module, log: Log) -> None:
         def replace(*_: Any) -> None:

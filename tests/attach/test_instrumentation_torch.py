@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import ferrohook as fh
 from support.instrumentation import call, logging, same, small, torch_script, x
 from support.internals import is_instrumented
 from support.interpreters import assert_ends_well, run_with_torch
-from support.modules import Zero
+from support.modules import Half, Zero
 
 
 @pytest.mark.parametrize("removed", ["during", "after", "never"])
@@ -272,3 +273,22 @@ for _ in range(6):
     assert torch.equal(model(x), model[1](model[0](x)))
 """
     assert_ends_well(run_with_torch(MODELS + code))
+
+
+def test_a_user_s_kind_of_pruning_works() -> None:
+    module: Any = nn.Linear(4, 4)
+    fh.instrument(module)
+    for _ in range(2):
+        Half.apply(module, "weight")
+    assert prune.is_pruned(module)
+    prune.remove(module, "weight")
+    assert not module.weight.view(-1)[::2].any()
+    assert not prune.is_pruned(module)
+
+
+def test_a_cuda_graph_is_refused_for_a_module_with_hooks() -> None:
+    module, x = nn.Linear(4, 4), torch.ones(4)
+    with fh.register(module, "", lambda *_: None):
+        module(x)
+        with pytest.raises(AssertionError, match="hooks"):
+            torch.cuda.make_graphed_callables(module, (x,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -492,3 +493,35 @@ def test_the_signature_is_that_of_the_module_inside() -> None:
         assert inspect.signature(fh.HookedModule(module)) == expected
         assert inspect.signature(fh.HookedModule(fh.HookedModule(module))) == expected
     assert "module" in inspect.signature(fh.HookedModule).parameters
+
+
+def test_the_call_of_nn_module_runs_the_wrapper_s_hooks() -> None:
+    class Predicting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+        def predict(self, x: Tensor) -> Any:
+            return super().__call__(x)
+
+    hooked = fh.HookedModule(Predicting())
+    hooked.register_forward_hook(lambda _m, _a, output: output * 5)
+    x = torch.ones(2)
+    for call in (hooked.predict, hooked._call_impl, lambda x: nn.Module.__call__(hooked, x)):
+        assert torch.equal(call(x), x * 5)
+
+
+def test_the_finaliser_of_a_module_runs_when_the_module_goes() -> None:
+    closed = []
+
+    class Owner(nn.Module):
+        def __del__(self) -> None:
+            closed.append(1)
+
+    module = Owner()
+    wrapper = fh.HookedModule(module)
+    del wrapper
+    gc.collect()
+    assert not closed
+    fh.HookedModule(Owner()).into_inner()
+    gc.collect()
+    assert closed == [1]

@@ -351,3 +351,22 @@ def test_the_budget_counts_gradients(model: nn.Sequential, x: Tensor) -> None:
         pytest.raises(fh.errors.CaptureBudgetError),
     ):
         model(x).sum().backward()
+
+
+def test_captures_that_are_gone_leave_no_hook_on_a_parameter() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.tap = nn.Parameter(torch.ones(3)), nn.Identity()
+
+        def forward(self, x: Tensor) -> Any:
+            return x * self.tap(self.weight)
+
+    model = Scaled()
+    for _ in range(3):
+        with fh.capture(model, "tap", grads=True) as acts:
+            model(torch.ones(2, 3)).sum().backward()
+        assert acts.grads["tap"].tolist() == [2.0] * 3
+        del acts
+    model(torch.ones(2, 3)).sum().backward()
+    assert not model.weight._backward_hooks

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.cli import COMMANDS, main
+from support.command_line import error_line
 from support.interpreters import run_with_torch
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -129,19 +130,6 @@ MISTAKES = {
     "tree cli_models:ready --input x.pt --device moon": "RuntimeError: .*moon",
     f"tree {'long' * 99}": "OSError: .*File name too long",
 }
-
-
-def error_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error line on stderr; asserts exit code 2 and an empty stdout."""
-    try:
-        code: object = main(argv)
-    except SystemExit as leaving:  # argparse exits
-        code = leaving.code
-    told = capsys.readouterr()
-    assert code == 2
-    assert not told.out
-    assert re.fullmatch(rf"ferrohook( {argv[0] if argv else ''})?: .+\n", told.err)
-    return told.err
 
 
 @pytest.mark.parametrize("argv", MISTAKES)

@@ -15,6 +15,7 @@ import torch
 
 import ferrohook as fh
 from ferrohook.cli import COMMANDS, main
+from support.command_line import error_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,19 +91,6 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(where)
     return where
-
-
-def error_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error line on stderr; asserts exit code 2 and an empty stdout."""
-    try:
-        code: object = main(argv)
-    except SystemExit as leaving:  # argparse exits
-        code = leaving.code
-    told = capsys.readouterr()
-    assert code == 2
-    assert not told.out
-    assert re.fullmatch(rf"ferrohook {argv[0]}: .+\n", told.err)
-    return told.err
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[str]:

@@ -560,3 +560,29 @@ def test_hooks_that_break_the_graph_do_so_with_nested_graph_breaks() -> None:
             pytest.raises(fh.SelectionError, match="no output_index 5"),
         ):
             compiled(x)
+
+
+def test_a_hook_in_a_transformer_layer_is_in_the_graph() -> None:
+    """Its fast path calls no submodules: a trace does not take it either."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    compiled, x = torch.compile(layer, backend="eager", fullgraph=True), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        plain = compiled(x)
+        for _ in range(2):
+            with fh.register(layer, "linear1", lambda _m, _a, output: output * 0):
+                torch.testing.assert_close(compiled(x), layer(x))
+                assert not torch.allclose(compiled(x), plain)
+            torch.testing.assert_close(compiled(x), plain)
+        layer.linear1 = fh.HookedModule(layer.linear1)
+        layer.linear1.register_forward_hook(lambda _m, _a, output: output * 0)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_request_that_failed_changes_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager")
+    with fh.Plan(fh.on("0", fh.Zero())).open(model) as request:
+        assert not compiled(x).any()
+        request.fail(ValueError())
+        assert torch.equal(compiled(x), model(x))
+        assert compiled(x).any()

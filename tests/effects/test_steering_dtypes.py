@@ -209,3 +209,9 @@ def test_a_plan_with_a_complex_vector_is_no_json(dtype: torch.dtype) -> None:
     plan = fh.Plan(fh.on("0", fh.Add(vector(dtype))))
     with pytest.raises(fh.HookTypeError, match=str(dtype).removeprefix("torch.")):
         plan.to_json()
+
+
+def test_a_strength_needs_floats() -> None:
+    plan = fh.Plan(fh.on("", fh.Zero(), strength=0.5))
+    with pytest.raises(fh.errors.HookTypeError, match="int64"):
+        fh.run(nn.Identity(), torch.arange(4), plan=plan)

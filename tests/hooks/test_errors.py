@@ -399,3 +399,15 @@ def test_fork_with_hooks_alive() -> None:
         """
     )
     assert out.strip() == "7"
+
+
+def test_an_exception_that_is_raised_again_has_one_note() -> None:
+    error, module = ValueError("mine"), fh.HookedModule(nn.Identity())
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    module.register_forward_hook(fail, on_error="ignore")
+    for _ in range(3):
+        module(torch.ones(1))
+    assert len(error.__notes__) == 1

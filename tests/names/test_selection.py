@@ -640,3 +640,20 @@ def test_a_path_is_found_without_a_walk_through_the_model(
     path = what if isinstance(what, str) else what[0]
     monkeypatch.delattr("ferrohook.names.select._Tree")
     assert select(model, what) == {path: model.get_submodule(path)}
+
+
+class _Equal(nn.Sequential):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Equal)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_models_that_are_equal_have_their_own_modules() -> None:
+    first, second = _Equal(nn.ReLU()), _Equal(nn.ReLU())
+    assert fh.select(first, "*") == {"0": first[0]}
+    assert fh.select(second, "*") == {"0": second[0]}
+    plan = fh.Plan(fh.on("0", fh.Zero()))
+    for model in (first, second):
+        assert not fh.run(model, torch.ones(2), plan=plan).output.any()

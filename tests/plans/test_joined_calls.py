@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ferrohook as fh
 from support.language_models import LAYERS, language_model
@@ -177,3 +177,23 @@ def test_all_calls_are_read_one_by_one(model: Any) -> None:
     assert [tuple(each.shape) for each in request.acts[NAME]] == [(2, WIDTH)] * (NEW - 1)
     together = torch.stack([*request.acts[NAME]], 1).flatten(0, 1)
     assert torch.allclose(together, right, atol=1e-5)
+
+
+class _Parts(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        if len(x) > 1:
+            return {"a": x, "b": -x}
+        return {"b": -x, "a": x} if x[0, 0] else (x,)
+
+
+@pytest.mark.parametrize("last", [0.0, 1.0])
+def test_calls_with_tensors_at_other_places_are_not_joined(last: float) -> None:
+    model, x = nn.Sequential(_Parts()), torch.ones(4, 2)
+    x[3] = last
+    with fh.Plan(fh.keep("0")).prepare(model) as prepared:
+        request = prepared.open()
+        for part, at in ((x[:3], [0, 1, 2]), (x[3:], [3])):
+            with fh.batch({request: slice(0, len(part))}, positions=torch.tensor(at)):
+                model(part)
+    with pytest.raises(fh.HookError, match="different places"):
+        request.acts["0"]

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import Dispatcher
 from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, MutableMapping
 
     from ferrohook._core import Registry
 
@@ -125,7 +126,7 @@ class AttentionPoints:
 
 
 _LOCK: Final = threading.RLock()  # reentrant: the end of a dispatcher runs `_update` anywhere
-_KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, AttentionPoints]] = weakref.WeakKeyDictionary()
+_KNOWN: Final[MutableMapping[nn.Module, AttentionPoints]] = WeakIdKeyDictionary()
 
 
 def points_of(module: nn.Module) -> AttentionPoints:

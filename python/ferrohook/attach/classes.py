@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
@@ -98,6 +99,21 @@ class EqualToPlain(type):
         _, plain = vars(cls).get("_made_from", (None, cls))
         return super().__hash__() if plain is cls else hash(plain)
 
+    # What a module writes to `type(self)` is for all modules of its class.
+    def __setattr__(cls, name: str, value: Any) -> None:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        if plain is cls or name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(plain, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        if plain is cls or name in vars(cls):
+            super().__delattr__(name)
+        else:
+            delattr(plain, name)
+
 
 class StandsForPlain(EqualToPlain):
     """Metaclass of generated classes that instances of their plain class are assigned.
@@ -113,6 +129,16 @@ class StandsForPlain(EqualToPlain):
     def __subclasscheck__(cls, subclass: type) -> bool:
         _, plain = vars(cls).get("_made_from", (None, cls))
         return type.__subclasscheck__(cls if plain is cls else plain, subclass)
+
+
+def _reduced(cls: type) -> Any:
+    """Has a generated class pickled as its plain class, which loads without ferrohook."""
+    plain = plain_class(cls)
+    return cls.__qualname__ if plain is cls else (cast, (None, plain))
+
+
+copyreg.pickle(cast("Any", EqualToPlain), _reduced)
+copyreg.pickle(cast("Any", StandsForPlain), _reduced)
 
 
 def _solid_base(cls: type) -> type:

@@ -1,6 +1,6 @@
-"""Two changes of Dynamo, made when it is imported, for modules whose class was generated.
+"""Changes of Dynamo, made when it is imported, for modules whose class was generated.
 
-Both concern no other module. torch 2.15 offers no other way in: Dynamo decides by the kind of an
+They concern no other module. torch 2.15 offers no other way in: Dynamo decides by the kind of an
 object, and its tables of kinds are its own.
 """
 
@@ -10,14 +10,18 @@ import functools
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import transformer
 
+from ferrohook._core import Dispatcher, HookedBase
 from ferrohook.attach.classes import plain_class
+from ferrohook.attach.hook_info import find_registry
 
 
 def patch_dynamo() -> None:
     """Makes the changes."""
     _share_graphs()
     _respect_class_property()
+    _show_hooks_to_transformers()
 
 
 def _share_graphs() -> None:
@@ -64,6 +68,36 @@ def _respect_class_property() -> None:
         return original(self, value)
 
     VariableBuilder.__call__ = build  # type: ignore[method-assign]
+
+
+def _show_hooks_to_transformers() -> None:
+    """Makes a trace of TransformerEncoderLayer see hooks, see `shown_forward_hooks`."""
+    from torch._dynamo.source import AttrSource  # noqa: PLC0415
+    from torch._dynamo.variables import ConstantVariable, ConstDictVariable  # noqa: PLC0415
+    from torch._dynamo.variables.base import VariableTracker  # noqa: PLC0415
+    from torch._dynamo.variables.nn_module import (  # noqa: PLC0415
+        UnspecializedNNModuleVariable as Variable,
+    )
+
+    # Its name in torch 2.15, and in older ones.
+    method = "tp_getattro_impl" if hasattr(Variable, "tp_getattro_impl") else "var_getattr"
+    original = getattr(Variable, method)
+
+    @functools.wraps(original)
+    def read(self: Any, tx: Any, name: str) -> Any:
+        if name == "_forward_hooks" and self.source and tx.f_globals is vars(transformer):
+            registry = find_registry(self.value)
+            if registry is not None:
+                at = AttrSource(self.source, Dispatcher.KEY)
+                wraps = isinstance(self.value, HookedBase)
+                at = AttrSource(self.source, "_registry") if wraps else AttrSource(at, "registry")
+                hooked = VariableTracker.build(tx, registry.hooked, AttrSource(at, "hooked"))
+                if hooked.as_python_constant():  # guarded
+                    none = ConstantVariable.create(None)
+                    return ConstDictVariable({none: none})
+        return original(self, tx, name)
+
+    setattr(Variable, method, read)
 
 
 def _is_generated(cls: type) -> bool:

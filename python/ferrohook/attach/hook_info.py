@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch.cuda import graphs
 from torch.nn.modules import transformer
 
 from ferrohook._core import Dispatcher, EndOfCall, HookedBase, MaskedHook, PlanGuard
@@ -61,11 +62,15 @@ def find_registry(module: nn.Module) -> Registry | None:
 def shown_forward_hooks(module: nn.Module) -> Any:
     """Returns a module's own torch hooks, for a property `_forward_hooks`.
 
-    The fast path of TransformerEncoderLayer calls no submodules. torch takes it if none has hooks
-    in this dict, so an extra entry stands there for the registry's hooks.
+    The fast path of TransformerEncoderLayer calls no submodules, and a CUDA graph no hooks. torch
+    takes them for modules without hooks in this dict, so an extra entry stands there for the
+    registry's hooks.
     """
     hooks = vars(module)["_forward_hooks"]
-    if torch.compiler.is_compiling() or sys._getframe(1).f_globals is not vars(transformer):
+    if (
+        torch.compiler.is_compiling()  # see `attach.dynamo`
+        or sys._getframe(1).f_globals.get("__name__") not in {transformer.__name__, graphs.__name__}
+    ):
         return hooks
     registry = find_registry(module)
     return {**hooks, None: None} if registry is not None and registry.hooked else hooks

@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import types
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 from torch import nn
 
@@ -79,6 +79,9 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
     """
 
     __slots__ = ()
+
+    # What `nn.Module.__call__` calls, as `super().__call__` in a method of the module's class does.
+    _call_impl: ClassVar[Any] = HookedBase.__call__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "forward" in vars(cls) and "_made_from" not in vars(cls):

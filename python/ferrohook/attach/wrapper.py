@@ -95,6 +95,8 @@ class TransparentWrapper(nn.Module):
         # `HookedModule[nn.Linear](module)` sets `__orig_class__`, which is not the module's.
         elif name != "__orig_class__":
             setattr(self.inner, name, value)
+            if name == "__dict__":
+                self._share(self.inner)
 
     def __delattr__(self, name: str) -> None:
         if name in self._own_slots:
@@ -151,7 +153,10 @@ def combined_class(wrapper: type[TransparentWrapper], cls: type) -> type[Transpa
 
     def members() -> dict[str, Any]:
         own = writers_of_class(cls)
+        # The module's finaliser would run when its wrapper goes.
+        finaliser = getattr(wrapper, "__del__", lambda _self: None)
         return {
+            **({"__del__": finaliser} if hasattr(cls, "__del__") else {}),
             "__module__": wrapper.__module__,
             "__doc__": wrapper.__doc__,
             **{name: _delegate(name) for name in own},

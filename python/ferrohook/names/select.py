@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_origin
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import ModuleTree
 from ferrohook.errors import HookTypeError, SelectionError
@@ -19,7 +20,7 @@ from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.texts import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 _Single: TypeAlias = (
     "str | re.Pattern[str] | nn.Module | type[nn.Module] | Callable[[str, nn.Module], object]"
@@ -110,9 +111,7 @@ class _Selection(NamedTuple):
 
 
 # Code that captures for each call selects the same each time.
-_SELECTIONS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, bool], _Selection]] = (
-    weakref.WeakKeyDictionary()
-)
+_SELECTIONS: MutableMapping[nn.Module, dict[tuple[Any, bool], _Selection]] = WeakIdKeyDictionary()
 MOST_SELECTIONS = 64
 """Number of selectors of a model whose results are remembered."""
 

@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import (
     Attachment,
@@ -67,7 +68,7 @@ from ferrohook.util.arguments import expect
 from ferrohook.util.weak import weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
     from ferrohook._core import CallTokens, GateAggregation, NativeHook
     from ferrohook.names.places import Place
@@ -594,8 +595,8 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     return _not_called(found._plan, found._plan.model())
 
 
-_trees: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[Any, ModuleTree]]
-_trees = weakref.WeakKeyDictionary()
+_trees: MutableMapping[nn.Module, weakref.WeakValueDictionary[Any, ModuleTree]]
+_trees = WeakIdKeyDictionary()
 
 
 def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:

@@ -6,13 +6,15 @@ import weakref
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 from ferrohook._core import ModuleTree
 from ferrohook.quantity.table import Quantities, Quantity, looked_at
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.swallowed import refuse_swallowed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, MutableMapping
 
     from torch import nn
 
@@ -89,7 +91,7 @@ def _unchanged(numbers: _Numbers) -> bool:
         return False
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+_KNOWN: MutableMapping[nn.Module, Known] = WeakIdKeyDictionary()
 
 
 def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import SitesBase
 from ferrohook.attach.instrument import attach
@@ -19,13 +20,13 @@ from ferrohook.util.arguments import expect
 from ferrohook.util.texts import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
 
-_OPEN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]]] = weakref.WeakKeyDictionary()
+_OPEN: Final[MutableMapping[nn.Module, weakref.ref[Sites]]] = WeakIdKeyDictionary()
 
 
 def open_sites(model: nn.Module | None) -> Sites | None:

@@ -495,13 +495,14 @@ fn note_registered(py: Python<'_>, hook: &ferrohook_core::Handle<Hook>) -> PyRes
 }
 
 /// Entries of a snapshot that a phase beginning now would enter. `repeats`: in a repeat, which runs
-/// disabled ones too.
+/// disabled ones and those of ended owners too.
 fn fired<'a>(
     firing: Option<&'a Firing<'_>>,
     repeats: bool,
 ) -> impl Iterator<Item = &'a Entry<Hook>> {
-    let entries = firing.into_iter().flat_map(Firing::iter).map(|it| it.entry);
-    entries.filter(move |entry| (repeats || entry.enabled()) && !entry.removed())
+    let hooks = firing.into_iter().flat_map(Firing::iter);
+    let hooks = hooks.filter(move |it| repeats || (it.entry.enabled() && !it.ended()));
+    hooks.map(|it| it.entry).filter(|entry| !entry.removed())
 }
 
 type GlobalHook<'py> = (

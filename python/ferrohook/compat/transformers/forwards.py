@@ -9,12 +9,12 @@ import functools
 import inspect
 import operator
 import sys
-import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook.attach.classes import plain_class
 from ferrohook.compat.transformers.calls import (
@@ -217,7 +217,7 @@ def _flags_of(model: nn.Module) -> set[str]:
 
 
 # Of models whose forwards got flags that these do not declare.
-_FLAGS: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_FLAGS: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 
 
 def _match_output(

@@ -216,8 +216,8 @@ fn dispatch<'py>(
     let state = instance_dict(module)?;
     // Usually the last entry of the dict.
     let Some(dispatcher) = get_last(&state, intern!(py, Dispatcher::KEY))? else {
-        // The module was restored meanwhile.
-        return call_plain(module, args, kwargs);
+        // The module was restored meanwhile, or got another dict.
+        return call_plain(module, args, kwargs, through_call);
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
     let this = dispatcher.get();

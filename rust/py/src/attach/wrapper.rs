@@ -7,7 +7,7 @@ use ferrohook_core::{Phase, Placement};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyFunction, PyString, PyTuple};
 
 use crate::call;
 use crate::error::hook_error;
@@ -84,17 +84,26 @@ impl HookedBase {
     }
 }
 
-/// True for a hook that torch looks up in its own dicts: hooks of prune, `weight_norm` and
-/// `spectral_norm`, and the observers of quantisation, which are functions.
+/// True for a hook that torch looks up in its own dicts: hooks of prune (of users' subclasses too),
+/// `weight_norm` and `spectral_norm`, and the observers of quantisation, which are functions.
 #[pyfunction]
 pub fn keeps_state_in_torch_hooks(hook: &Bound<'_, PyAny>) -> PyResult<bool> {
     let name = intern!(hook.py(), "__module__");
-    let module = match hook.getattr_opt(name)? {
-        Some(module) if module.is_truthy()? => module,
-        _ => hook.get_type().getattr(name)?,
+    let of_torch = |module: Bound<'_, PyAny>| -> PyResult<bool> {
+        let module = module.cast::<PyString>()?.to_cow()?;
+        Ok(module.starts_with("torch.nn.utils.") || module.starts_with("torch.ao.quantization."))
     };
-    let module = module.cast::<PyString>()?.to_cow()?;
-    Ok(module.starts_with("torch.nn.utils.") || module.starts_with("torch.ao.quantization."))
+    match hook.getattr_opt(name)? {
+        Some(module) if module.is_truthy()? && of_torch(module.clone())? => return Ok(true),
+        Some(_) if hook.is_instance_of::<PyFunction>() => return Ok(false), // most hooks
+        _ => {}
+    }
+    for class in hook.get_type().mro() {
+        if of_torch(class.getattr(name)?)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn not_initialised(py: Python<'_>) -> PyErr {

@@ -44,6 +44,7 @@ pub fn call<'py>(
         took: None,
         part: None,
         kept: None,
+        after_pre_hooks: false,
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
@@ -62,6 +63,8 @@ pub struct Call<'a, 'py> {
     pub part: Option<&'a dyn Any>,
     /// State of hooks of others.
     pub kept: Option<Box<dyn Kept>>,
+    /// True once it had pre-hooks, which may have entered a scope or given torch hooks.
+    pub after_pre_hooks: bool,
 }
 
 /// Next hook of a phase: torch's hooks come first.
@@ -115,11 +118,11 @@ impl<'py> Call<'_, 'py> {
         target: &Target<'_, 'py>,
         ran: PyResult<Ran<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        if self.after_pre_hooks {
+            self.frames = Frames::default();
+        }
         let snapshot = self.begin(Phase::Forward)?;
-        let torch_hooks = match target.torch_hooks() {
-            Some(hooks) => hooks.forward()?,
-            None => Vec::new(),
-        };
+        let torch_hooks = target.torch_forward_hooks(self.module, self.after_pre_hooks)?;
         if let Some(others) = self.begin_around(Phase::Forward, snapshot.as_ref())? {
             return self.run_after_around(&others, snapshot.as_ref(), &torch_hooks, ran);
         }
@@ -176,6 +179,7 @@ impl<'py> Call<'_, 'py> {
             None => None,
         };
         let snapshot = self.begin(Phase::ForwardPre)?;
+        self.after_pre_hooks = torch_backward.is_some() || snapshot.is_some();
         if let Some(others) = self.begin_around(Phase::ForwardPre, snapshot.as_ref())? {
             self.forward_pre_around(&others, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {

@@ -8,7 +8,9 @@ use crate::capture::store::{Kept, KeptTensor, Values, View};
 use crate::error::{caused, hook_error};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Token, TokenDims, TokenPositions};
-use crate::torch::tensors::{copied, map_tensors, outside_inference, owned, tensors_of};
+use crate::torch::tensors::{
+    copied, map_tensors, outside_inference, owned, same_places, tensors_of,
+};
 
 /// Value joined from many calls: tensors with a row for each token, in order of position. Parts
 /// without tokens come from the last call.
@@ -56,16 +58,20 @@ impl<'py> Joined<'py> {
             .iter()
             .map(tensors_of)
             .collect::<PyResult<Vec<_>>>()?;
-        let count = columns[views.len() - 1].len();
-        let alike = columns.iter().all(|leaves| leaves.len() == count);
-        let (mut at, mut tensors, mut all) = (0, Vec::new(), alike && count > 0);
-        let value = map_tensors(&values[views.len() - 1], &mut |tensor| {
+        let latest = &values[views.len() - 1];
+        for value in &values[..views.len() - 1] {
+            if !same_places(value, latest)? {
+                let message = "the calls returned tensors at different places, which are not \
+                               joined: pass calls=\"all\", or output_index= for one of them";
+                return Err(hook_error(latest.py(), message));
+            }
+        }
+        let (mut at, mut tensors, mut all) = (0, Vec::new(), !columns[0].is_empty());
+        let value = map_tensors(latest, &mut |tensor| {
             let mut parts = Vec::with_capacity(views.len());
-            if alike {
-                for ((view, leaves), positions) in views.iter().zip(&columns).zip(&calls) {
-                    if view.covers(at) {
-                        parts.extend(tokens_first(&leaves[at], positions)?);
-                    }
+            for ((view, leaves), positions) in views.iter().zip(&columns).zip(&calls) {
+                if view.covers(at) {
+                    parts.extend(tokens_first(&leaves[at], positions)?);
                 }
             }
             at += 1;

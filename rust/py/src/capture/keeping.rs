@@ -1,6 +1,6 @@
 //! `Keeping`: stores one value in a collector, tensor by tensor, and its gradients later.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -177,9 +177,11 @@ fn tap(
     let slot = GradientSlot {
         collector: PyWeakrefReference::new(collector)?.unbind(),
         tensor: slot,
+        handle: OnceLock::new(),
     };
     let slot = Bound::new(tensor.py(), slot)?;
-    tensor.call_method1(intern!(tensor.py(), "register_hook"), (slot,))?;
+    let handle = tensor.call_method1(intern!(tensor.py(), "register_hook"), (&slot,))?;
+    let _ = slot.get().handle.set(handle.unbind());
     Ok(true)
 }
 
@@ -249,6 +251,8 @@ pub struct GradientSlot {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
     tensor: TensorSlot,
+    /// Removes it from the tensor: one without a graph, as a parameter, outlives many captures.
+    handle: OnceLock<Py<PyAny>>,
 }
 
 #[pymethods]
@@ -260,7 +264,8 @@ impl GradientSlot {
             return Ok(());
         }
         let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
-            return Ok(());
+            let remove = |handle: &Py<PyAny>| handle.call_method0(py, "remove").map(drop);
+            return self.handle.get().map_or(Ok(()), remove);
         };
         let collector = collector.get();
         let mut gradient = collector.converted(gradient)?;

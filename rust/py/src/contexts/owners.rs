@@ -31,12 +31,17 @@ impl<'a, 'py> Owned<'a, 'py> {
         if let Some(run) = self.run {
             return self.enter_logged(run, inside);
         }
-        if let Some(owner) = self.owner
-            && owner.get().ended_for(self.entry.phase())
-        {
+        if self.ended() {
             return None;
         }
         self.entry.enter(inside)
+    }
+
+    /// True once its owner has ended: the hook is not started any more.
+    #[inline]
+    pub fn ended(&self) -> bool {
+        self.owner
+            .is_some_and(|owner| owner.get().ended_for(self.entry.phase()))
     }
 
     #[cold]

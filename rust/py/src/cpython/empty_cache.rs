@@ -82,6 +82,8 @@ impl<const N: usize> EmptyCache<N> {
             for (length, fresh) in self.lengths.iter().zip(fresh.lengths) {
                 length.store(fresh.into_inner(), Ordering::Relaxed);
             }
+        } else {
+            self.guard.set(dict, 0); // no version
         }
         Ok(empty)
     }

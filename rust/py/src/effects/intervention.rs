@@ -361,7 +361,9 @@ impl<'py> Change<'_, 'py> {
         let changed = with_residual(x, residual, |x| self.everywhere(x));
         let changed = changed.map_err(|cause| self.lacking(x, cause))?;
         match self.extent {
-            Some((extent, call)) => extent.of(self.describe, changed, x, call),
+            Some((extent, call)) => extent
+                .of(self.describe, changed, x, call)
+                .map_err(|cause| self.lacking(x, cause)),
             None => Ok(changed),
         }
     }

@@ -7,15 +7,17 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::torch::cache::{CachedClass, CallCache, CallPath, InstanceCache, calls_forward};
-use crate::torch::hooks::TorchHooks;
+use crate::torch::hooks::{TorchHook, TorchHooks};
 use crate::torch::{Torch, plain_class};
 
 /// Code that a call runs between its pre-hooks and its forward hooks.
 pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole, its own torch hooks included.
     Module(&'a Bound<'py, PyAny>, &'a CallCache, &'a InstanceCache),
-    /// The `forward` of the module's class.
+    /// The `forward` of the module's class; torch has no hooks as the call begins.
     Forward(&'a CachedClass),
+    /// The `forward` of the module; torch has no hooks as the call begins.
+    OwnForward(Bound<'py, PyAny>),
     /// A callable in place of `forward`, or `forward` with torch's hooks; None: the callable runs
     /// these itself. As in torch it is looked up before the hooks run.
     Special(Bound<'py, PyAny>, Option<TorchHooks<'py>>),
@@ -80,7 +82,7 @@ impl<'a, 'py> Target<'a, 'py> {
             (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached)),
             _ => {
                 let forward = module.getattr(intern!(module.py(), "forward"))?;
-                Some(Self::Special(forward, None))
+                Some(Self::OwnForward(forward))
             }
         })
     }
@@ -98,7 +100,7 @@ impl<'a, 'py> Target<'a, 'py> {
             Self::Forward(cached) => {
                 invoke::call_with_first(cached.forward.bind(module.py()), module, args, kwargs)
             }
-            Self::Special(callable, _) | Self::Outer(callable) => {
+            Self::OwnForward(callable) | Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
         }
@@ -108,7 +110,22 @@ impl<'a, 'py> Target<'a, 'py> {
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
             Self::Special(_, hooks) => hooks.as_ref(),
-            Self::Module(..) | Self::Forward(..) | Self::Outer(_) => None,
+            _ => None,
+        }
+    }
+
+    /// Torch's hooks to run after the module; `added`: pre-hooks may have added some.
+    pub fn torch_forward_hooks(
+        &self,
+        module: &Bound<'py, PyAny>,
+        added: bool,
+    ) -> PyResult<Vec<TorchHook<'py>>> {
+        match self {
+            Self::Special(_, Some(hooks)) => hooks.forward(),
+            Self::Forward(_) | Self::OwnForward(_) if added => {
+                TorchHooks(instance_dict(module)?).forward()
+            }
+            _ => Ok(Vec::new()),
         }
     }
 
@@ -148,15 +165,21 @@ fn call_inner<'py>(
     invoke::call_with(module, args, kwargs)
 }
 
-/// Calls a module of an instrumented class by the `__call__` of its original class.
+/// Calls a module of an instrumented class by the `__call__` of its original class, or by the
+/// `_call_impl`.
 pub fn call_plain<'py>(
     module: &Bound<'py, PyAny>,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
+    through_call: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let call = module
-        .getattr(intern!(module.py(), "__class__"))?
-        .getattr(intern!(module.py(), "__call__"))?;
+    let py = module.py();
+    let class = module.getattr(intern!(py, "__class__"))?;
+    let call = class.getattr(if through_call {
+        intern!(py, "__call__")
+    } else {
+        intern!(py, "_call_impl")
+    })?;
     invoke::call_with_first(&call, module, args, kwargs)
 }
 

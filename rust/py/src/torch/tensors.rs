@@ -370,13 +370,23 @@ pub fn for_each_pair<'py>(
     second: &Bound<'py, PyAny>,
     look: &mut LookAtPair<'_, 'py>,
 ) -> PyResult<bool> {
-    each_pair_below(first, second, 0, look)
+    let equal = |one: &Bound<'py, PyAny>, other: &Bound<'py, PyAny>| {
+        one.is(other) || one.eq(other).unwrap_or(false)
+    };
+    each_pair_below(first, second, 0, &equal, look)
 }
 
+/// True if two structures have tensors at the same places.
+pub fn same_places<'py>(first: &Bound<'py, PyAny>, second: &Bound<'py, PyAny>) -> PyResult<bool> {
+    each_pair_below(first, second, 0, &|_, _| true, &mut |_, _| Ok(()))
+}
+
+/// `equal`: compares leaves that are no tensors.
 fn each_pair_below<'py>(
     first: &Bound<'py, PyAny>,
     second: &Bound<'py, PyAny>,
     depth: usize,
+    equal: &dyn Fn(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
     look: &mut LookAtPair<'_, 'py>,
 ) -> PyResult<bool> {
     let structures = (Structure::of(first, depth)?, Structure::of(second, depth)?);
@@ -385,9 +395,7 @@ fn each_pair_below<'py>(
             look(first, second)?;
             return Ok(true);
         }
-        (Structure::Leaf, Structure::Leaf) => {
-            return Ok(first.is(second) || first.eq(second).unwrap_or(false));
-        }
+        (Structure::Leaf, Structure::Leaf) => return Ok(equal(first, second)),
         (Structure::Dict(first), Structure::Dict(second)) => {
             first.keys().as_any().eq(second.keys().as_any())?
         }
@@ -402,7 +410,7 @@ fn each_pair_below<'py>(
         return Ok(false);
     }
     for (item, other) in items.iter().zip(&others) {
-        if !each_pair_below(item, other, depth + 1, look)? {
+        if !each_pair_below(item, other, depth + 1, equal, look)? {
             return Ok(false);
         }
     }

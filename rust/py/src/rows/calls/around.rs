@@ -179,6 +179,7 @@ pub fn forward_of_members<'py>(
         took: None,
         part: None,
         kept: None,
+        after_pre_hooks: false,
     };
     let hooks = MemberHooks::begin(batch, &call, Phase::Forward, None, true)?;
     hooks.map_or(Ok(None), |it| it.forward(&mut call, 0, Some(output)))
@@ -318,6 +319,7 @@ impl<'a, 'py> Members<'a, '_, 'py> {
             took: self.call.took,
             part: Some(tokens),
             kept: None,
+            after_pre_hooks: false,
         })
     }
 
