@@ -466,3 +466,14 @@ def test_each_of_many_is_told_its_own_error() -> None:
         assert len(error.__notes__) == 1
     for plan in plans:
         plan.close()
+
+
+def test_bad_lengths_are_refused(model: nn.Module) -> None:
+    with fh.Plan(fh.keep("0")).prepare(model) as prepared:
+        request, other = prepared.open(), prepared.open()
+        for lengths, words in (({request: -3}, "0 or more, got -3"), ({other: 3}, "not in the")):
+            with (
+                pytest.raises(fh.errors.RowsError, match=words),
+                fh.batch({request: slice(0, 4)}, positions=torch.arange(4), lengths=lengths),
+            ):
+                pass

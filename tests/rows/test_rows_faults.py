@@ -566,3 +566,35 @@ def test_a_subclass_whose_rows_are_no_views_loses_no_change(hook: Any) -> None:
             right = numbers.clone()
             right[:3] *= 1 if value is masked else 2
             assert torch.equal(rows, right)
+
+
+class _Writing(nn.Module):
+    """A module that writes to its input, which others read later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.late = nn.ReLU(inplace=True), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.clone()
+        changed = self.act(hidden)
+        self.late(changed)
+        return torch.cat([hidden, changed], -1)
+
+
+def test_a_module_writes_to_the_rows_of_a_member_that_failed(
+    requests: Callable[..., Any],
+) -> None:
+    model, x = _Writing(), torch.randn(6, WIDTH)
+    add = fh.on("act", fh.Add(torch.ones(WIDTH)), phase="forward_pre")
+    late = fh.on("act", fh.Scale(2.0), phase="forward_pre", when=fh.above("g", 0.0))
+    fine = requests(model, add)
+    failing = requests(model, fh.gate("g", "late", fh.Norm()), add, late)
+    rows = {fine: slice(0, 3), failing: slice(3, 6)}
+    positions = torch.tensor([0, 1, 2, 0, 1, 2])
+    plain = model(x)
+    with fh.batch(rows, positions=positions, lengths={fine: 3, failing: 3}):
+        output = model(x)
+    assert failing.error is not None
+    assert torch.equal(output[3:], plain[3:])
+    assert torch.equal(output[:3, :WIDTH], x[:3])

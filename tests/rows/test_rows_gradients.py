@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
 from support.plans import Net, Unit, forward_hook
@@ -155,3 +156,50 @@ def test_captured_rows_keep_the_graph() -> None:
         (found,) = torch.autograd.grad(request.acts["act"][1].sum(), [x], retain_graph=True)
         touched = found.abs().sum(1).nonzero().flatten().tolist()
         assert touched == sorted(rows)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, options: dict[str, bool] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        scales = torch.linspace(5, 1, 20)[:, None]
+        self.embed = nn.Embedding.from_pretrained(torch.randn(20, WIDTH).sign() * scales, False)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.options = options
+
+    def block(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.last(torch.tanh(self.first(hidden))))
+
+    def forward(self, ids: Tensor) -> Any:
+        hidden = self.embed(ids)
+        if self.options is None:
+            return self.block(hidden)
+        return checkpoint(self.block, hidden, **self.options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("python", [False, True])
+def test_a_repeat_has_the_positions_of_its_forward(reentrant: bool, python: bool) -> None:
+    """Another step of the batch has run since."""
+
+    def gradient(options: dict[str, bool] | None) -> Tensor:
+        model = _Checkpointed(options)
+        hook: Any = (lambda _m, _a, output: output * 3) if python else fh.Scale(3.0)
+        plan = fh.Plan(
+            fh.gate("g", "embed", fh.Norm()), fh.on("last", hook, when=fh.above("g", 6.0))
+        )
+        with plan.prepare(model) as prepared:
+            request = prepared.open()
+            rows = {request: slice(0, 4)}
+            with fh.batch(rows, positions=torch.arange(4)) as batch:
+                output = model(torch.tensor([1, 2, 3, 4]))
+                batch.move(torch.arange(4, 8))
+                model(torch.tensor([11, 12, 13, 14]))
+                output.pow(2).sum().backward()
+            assert request.error is None
+        found = model.embed.weight.grad
+        assert found is not None
+        return found
+
+    torch.testing.assert_close(gradient({"use_reentrant": reentrant}), gradient(None))

@@ -101,10 +101,16 @@ fn name_of(hook: &Bound<'_, PyAny>) -> PyResult<String> {
 
 /// Adds a note to an exception that left the hook of a description.
 pub fn annotate(py: Python<'_>, error: &PyErr, described: &str) {
-    let (note, error) = (format!("ferrohook: raised by the {described}"), error.value(py));
+    let (note, error) = (
+        format!("ferrohook: raised by the {described}"),
+        error.value(py),
+    );
     // A hook may raise one exception again and again.
     let notes = error.getattr("__notes__");
-    if notes.and_then(|notes| notes.contains(&note)).unwrap_or(false) {
+    if notes
+        .and_then(|notes| notes.contains(&note))
+        .unwrap_or(false)
+    {
         return;
     }
     // An exception class may refuse notes; the exception itself matters more.

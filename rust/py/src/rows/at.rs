@@ -250,10 +250,12 @@ pub struct MasksOfTokens {
 /// Places of a member's tokens in its rows of the batch, for each of the positions of its plan.
 pub struct PlacesOfMember {
     places: Box<[Vec<TokenPlace>]>,
+    /// Positions of its tokens: of its first row, then of the next.
+    positions: Arc<[Position]>,
+    /// Number of columns of padded rows; None if each row is one token.
+    columns: Option<usize>,
     /// Shape of their masks: (1, ..., rows), or that of padded rows.
     shape: Vec<usize>,
-    /// True for padded rows; else a row is a token.
-    padded: bool,
     /// Length of each row's prompt, or of all; none if they are not known.
     prompts: Arc<[i64]>,
     /// Each made when it is first needed.
@@ -269,25 +271,34 @@ impl Masks {
     pub fn of_member(
         py: Python<'_>,
         PlanPositions(ats): &PlanPositions,
-        positions: &[Position],
+        positions: Arc<[Position]>,
         columns: Option<usize>,
         prompts: Arc<[i64]>,
         dim: usize,
     ) -> PyResult<Self> {
-        let width = columns.unwrap_or(positions.len());
+        let width = columns.map_or(positions.len(), |columns| columns.max(1));
         let places = ats
             .iter()
-            .map(|at| at.places(py, positions, width, &prompts));
+            .map(|at| at.places(py, &positions, width, &prompts));
         Ok(Self::Member(PlacesOfMember {
             places: places.collect::<PyResult<_>>()?,
             shape: match columns {
-                Some(columns) => vec![positions.len() / columns, columns],
+                Some(_) => vec![positions.len() / width, width],
                 None => of_dim(positions.len(), dim),
             },
-            padded: columns.is_some(),
+            positions,
+            columns,
             masks: ats.iter().map(|_| OnceLock::new()).collect(),
             prompts,
         }))
+    }
+
+    /// Returns the positions of a member's tokens, and the number of columns of padded rows.
+    pub fn of_tokens(&self) -> Option<(Arc<[Position]>, Option<usize>)> {
+        match self {
+            Self::Tokens(_) => None,
+            Self::Member(member) => Some((Arc::clone(&member.positions), member.columns)),
+        }
     }
 
     /// Returns those at one of the positions; `own`: the rows of the value, where they are not those
@@ -420,7 +431,9 @@ impl PlacesOfMember {
     /// Returns those at one of the positions as rows of the member; None for padded rows.
     fn rows(&self, at: usize) -> Option<Vec<MemberPlace>> {
         let places = self.places[at].iter();
-        (!self.padded).then(|| places.map(|place| MemberPlace(place.0)).collect())
+        self.columns
+            .is_none()
+            .then(|| places.map(|place| MemberPlace(place.0)).collect())
     }
 
     /// Returns the mask of one of the positions.

@@ -16,6 +16,7 @@ use rustc_hash::FxHashMap;
 use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
+use crate::contexts::regions;
 use crate::error::{hook_error, rows_error};
 use crate::rows::calls::program::Program;
 use crate::rows::calls::program_cache::{ProgramCache, ProgramKey};
@@ -188,8 +189,13 @@ impl BatchBase {
             let lengths = lengths.get_item(&member.frame)?;
             lengths.map(|lengths| given::lengths(&lengths)).transpose()
         });
+        let prompts: Box<[_]> = prompts.collect::<PyResult<_>>()?;
+        if prompts.iter().flatten().count() < lengths.len() {
+            let message = "lengths has the length of a prompt whose request is not in the batch";
+            return Err(rows_error(lengths.py(), message));
+        }
         let values = values.into_iter().map(Position).collect();
-        let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
+        let positions = Positions::new(values, columns, prompts);
         let _ = self.size.set(size); // if it was known, it is the same
         let _former = self.positions.lock().replace(Arc::new(positions));
         // They chose rows at the former positions.
@@ -549,12 +555,23 @@ impl BatchBase {
         self.positions.lock().is_some()
     }
 
+    /// Returns the positions of a member's tokens, and the number of columns of padded rows.
+    fn tokens_here(&self, member: usize) -> Option<(Arc<[Position]>, Option<usize>)> {
+        let member_here = &self.members[member];
+        if regions::any_open()
+            && let Some(repeated) = Membership::repeated(member_here.frame.get())
+        {
+            return repeated.of_tokens(); // the batch may have moved since
+        }
+        let positions = Arc::clone(self.positions.lock().as_ref()?);
+        Some((positions.of(member, member_here), positions.columns))
+    }
+
     /// Returns the positions of a member's tokens in the tensors of a module, if they are known.
     pub fn positions_of(&self, layout: &Layout, member: usize) -> Option<TokenPositions> {
-        let positions = Arc::clone(self.positions.lock().as_ref()?);
-        let values = positions.of(member, &self.members[member]);
+        let (values, columns) = self.tokens_here(member)?;
         let own = layout.own_rows(member);
-        let Some(columns) = positions.columns else {
+        let Some(columns) = columns else {
             let of_batch = TokenPositions::of_rows(values, layout.dim);
             return match own {
                 Some(OwnRows::Gathered { places, dim }) => of_batch.at(&in_tensors(places), *dim),

@@ -155,6 +155,14 @@ pub fn lengths(lengths: &Bound<'_, PyAny>) -> PyResult<Arc<[i64]>> {
     } else {
         given.extract()
     };
+    if let Ok(each) = &each
+        && let Some(negative) = each.iter().find(|it| **it < 0)
+    {
+        return Err(rows_error(
+            py,
+            format!("lengths must be 0 or more, got {negative}"),
+        ));
+    }
     each.map(Arc::from).map_err(|_| {
         let got = type_name(lengths);
         let message =

@@ -130,6 +130,12 @@ impl Membership {
         state.calls.only()?.masks.clone()
     }
 
+    /// Tokens in the forward whose phases are repeated here; None if none are.
+    pub fn repeated(frame: &Frame) -> Option<Arc<Masks>> {
+        let repeats = &mut Self::of(frame)?.0.lock().repeats;
+        repeats.innermost().cloned()
+    }
+
     pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {
         if let Some(membership) = Self::of_any(frame) {
             membership.0.lock().prompts = lengths;

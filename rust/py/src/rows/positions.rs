@@ -68,8 +68,7 @@ impl Positions {
         }
         ats.check(py, prompts.first().copied())?;
         let own = self.of(number, member);
-        let columns = self.columns.map(|columns| columns.max(1));
-        match Masks::of_member(py, ats, &own, columns, prompts, dim) {
+        match Masks::of_member(py, ats, own, self.columns, prompts, dim) {
             Ok(masks) => Membership::set_masks(frame, Some(masks)),
             Err(error) => member.fail_with(py, error)?,
         }

@@ -224,6 +224,10 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
             // The innermost first, as they are left in order.
             while invocations.pop().is_some() {}
         }
+        if let Some(replaced) = replaced {
+            // The rows of one that failed are the module's own again.
+            replaced.retain(|member| !left_out.members.contains(member));
+        }
         Ok(Ok(changed))
     }
 
