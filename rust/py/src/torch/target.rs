@@ -15,9 +15,9 @@ pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole, its own torch hooks included.
     Module(&'a Bound<'py, PyAny>, &'a CallCache, &'a InstanceCache),
     /// The `forward` of the module's class; torch has no hooks as the call begins.
-    Forward(&'a CachedClass),
+    Forward(&'a CachedClass, &'a InstanceCache),
     /// The `forward` of the module; torch has no hooks as the call begins.
-    OwnForward(Bound<'py, PyAny>),
+    OwnForward(Bound<'py, PyAny>, &'a InstanceCache),
     /// A callable in place of `forward`, or `forward` with torch's hooks; None: the callable runs
     /// these itself. As in torch it is looked up before the hooks run.
     Special(Bound<'py, PyAny>, Option<TorchHooks<'py>>),
@@ -32,7 +32,7 @@ impl<'a, 'py> Target<'a, 'py> {
         module: &Bound<'py, PyAny>,
         state: Bound<'py, PyDict>,
         class_cache: &'a CallCache,
-        cache: &InstanceCache,
+        cache: &'a InstanceCache,
         through_call: bool,
     ) -> PyResult<Self> {
         let py = module.py();
@@ -50,7 +50,7 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, None));
             }
         }
-        if let Some(forward) = Self::forward(module, cached, cache.path(torch, &state)?)? {
+        if let Some(forward) = Self::forward(module, cached, cache, &state)? {
             return Ok(forward);
         }
         // Replacements of `_call_impl`, by `nn.Module.compile` or another library.
@@ -71,18 +71,21 @@ impl<'a, 'py> Target<'a, 'py> {
         Ok(Self::Special(forward, Some(TorchHooks(state))))
     }
 
-    /// Returns `module.forward` as the target, if a call would only run that.
+    /// Returns `module.forward` as the target, if a call would only run that; `state` is its instance
+    /// dict.
     fn forward(
         module: &Bound<'py, PyAny>,
         cached: Option<&'a CachedClass>,
-        path: CallPath,
+        cache: &'a InstanceCache,
+        state: &Bound<'py, PyDict>,
     ) -> PyResult<Option<Self>> {
-        Ok(match (path, cached) {
+        let py = module.py();
+        Ok(match (cache.path(Torch::get(py)?, state)?, cached) {
             (CallPath::Slow, _) => None,
-            (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached)),
+            (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached, cache)),
             _ => {
-                let forward = module.getattr(intern!(module.py(), "forward"))?;
-                Some(Self::OwnForward(forward))
+                let forward = module.getattr(intern!(py, "forward"))?;
+                Some(Self::OwnForward(forward, cache))
             }
         })
     }
@@ -97,10 +100,10 @@ impl<'a, 'py> Target<'a, 'py> {
             Self::Module(inner, class_cache, cache) => {
                 call_inner(inner, class_cache, cache, args, kwargs)
             }
-            Self::Forward(cached) => {
+            Self::Forward(cached, _) => {
                 invoke::call_with_first(cached.forward.bind(module.py()), module, args, kwargs)
             }
-            Self::OwnForward(callable) | Self::Special(callable, _) | Self::Outer(callable) => {
+            Self::OwnForward(callable, _) | Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
         }
@@ -122,8 +125,12 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Vec<TorchHook<'py>>> {
         match self {
             Self::Special(_, Some(hooks)) => hooks.forward(),
-            Self::Forward(_) | Self::OwnForward(_) if added => {
-                TorchHooks(instance_dict(module)?).forward()
+            Self::Forward(_, cache) | Self::OwnForward(_, cache) if added => {
+                let state = instance_dict(module)?;
+                match cache.path(Torch::get(module.py())?, &state)? {
+                    CallPath::Slow => TorchHooks(state).forward(),
+                    CallPath::Direct | CallPath::InstanceForward => Ok(Vec::new()),
+                }
             }
             _ => Ok(Vec::new()),
         }
@@ -157,8 +164,7 @@ fn call_inner<'py>(
         None => calls_forward(torch, &class)?,
     };
     if calls_forward {
-        let path = cache.path(torch, &instance_dict(module)?)?;
-        if let Some(forward) = Target::forward(module, cached, path)? {
+        if let Some(forward) = Target::forward(module, cached, cache, &instance_dict(module)?)? {
             return forward.call(module, args, kwargs);
         }
     }
