@@ -163,10 +163,10 @@ fn call_inner<'py>(
         Some(cached) => cached.calls_forward,
         None => calls_forward(torch, &class)?,
     };
-    if calls_forward {
-        if let Some(forward) = Target::forward(module, cached, cache, &instance_dict(module)?)? {
-            return forward.call(module, args, kwargs);
-        }
+    if calls_forward
+        && let Some(forward) = Target::forward(module, cached, cache, &instance_dict(module)?)?
+    {
+        return forward.call(module, args, kwargs);
     }
     invoke::call_with(module, args, kwargs)
 }
