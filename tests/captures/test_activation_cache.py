@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from collections import OrderedDict
@@ -248,6 +249,27 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no safetensors")
     (tmp_path / "empty").touch()
     structures = {"cut": "{", "list": "[]", "value": '{"value": 1}', "dict": '{"dict": {}}'}
+    number = {"value": 3}
+    written = {
+        "activations": {"dict": {"a": number}},
+        "grads": {"value": None},
+        "model": {"value": "Model"},
+        "per_call": {"value": False},
+    }
+    hostile: dict[str, dict[str, Any]] = {
+        "unknown": written | {"other": number},
+        "few": {name: written[name] for name in ("activations", "grads", "per_call")},
+        "gradients": written | {"grads": number},
+        "model": written | {"model": number},
+        "flag": written | {"per_call": number},
+        "calls": written | {"per_call": {"value": True}},
+        "nested": written | {"activations": {"dict": {"a": {"nested": [number]}}}},
+        "jagged": written | {"activations": {"dict": {"a": {"jagged": []}}}},
+    }
+    structures |= {name: json.dumps({"dict": fields}) for name, fields in hostile.items()}
+    valid = {"ferrohook": json.dumps({"dict": written})}
+    safetensors.torch.save_file({}, tmp_path / "written", valid)
+    assert fh.ActivationCache.load(tmp_path / "written")["a"] == 3
     for name, text in {"other": None, **structures}.items():
         metadata = None if text is None else {"ferrohook": text}
         safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / name, metadata)

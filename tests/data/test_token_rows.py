@@ -267,6 +267,28 @@ def test_quantities_are_collected_by_their_names() -> None:
     assert torch.equal(data.tokens, ids.flatten())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "masked"),
+    [("input_ids", None), ("input_ids", "attention_mask"), (None, "attention_mask")],
+)
+def test_rows_of_a_pattern_are_queries(tokens: str | None, masked: str | None) -> None:
+    model = language_model("llama", 16)
+    ids = torch.randint(32, (2, model.config.num_attention_heads))  # as many tokens as heads
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[1, 0], [1, 1]])}
+    with fh.capture(model, "@pattern.0") as acts, torch.no_grad():
+        model(**batch)
+    by_query = acts["@pattern.0"].transpose(1, 2)
+    chosen = torch.ones_like(ids) if masked is None else batch[masked]
+    store = MemoryStore()
+    fh.collect(model, [batch], "@pattern.0", store, tokens=tokens, mask=masked)
+    rows = store.get("run", 0, "@pattern.0")["output"]
+    assert torch.equal(rows.flatten(0, -2), by_query[chosen.bool()].flatten(0, -2))
+    if tokens is not None:
+        data = ActivationDataset(store, "@pattern.0")
+        assert torch.equal(data[:], rows.flatten(0, -2))
+        assert torch.equal(data.tokens, ids[chosen.bool()].repeat_interleave(2))
+
+
 @pytest.mark.parametrize("masked", [None, "attention_mask"])
 def test_a_loader_may_use_the_buffer_of_its_tokens_again(
     store: Store, model: Encoder, masked: str | None

@@ -11,12 +11,17 @@ import random
 import subprocess
 import sys
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
 
 TEXTS: list[dict[str, Any]] = [
     {"type": "keep", "what": ["a", {"tuple": ["b*"]}], "slice": [{"slice": [0, None, 2]}, "..."]},
@@ -194,6 +199,21 @@ INDICES: list[Any] = [
     None,
     ...,
 ]
+
+
+def test_plans_with_a_redefined_intervention_are_not_equal() -> None:
+    def defined(change: Callable[[Tensor, float], Tensor]) -> type[fh.Intervention]:
+        class Rescaled(fh.Intervention):
+            number_fields = ("factor",)
+            formula = staticmethod(change)
+
+        return Rescaled
+
+    former, redefined = defined(lambda x, factor: x * factor), defined(lambda x, factor: x + factor)
+    first, again, other = (fh.Plan(fh.on("", it(2.0))) for it in (former, former, redefined))
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != other
 
 
 def test_plans_with_indices_of_other_types_are_not_equal() -> None:

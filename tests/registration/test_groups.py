@@ -112,6 +112,30 @@ def test_the_hook_is_registered_once_on_a_shared_module(x: Tensor) -> None:
     assert (group.names, group.calls) == (["0"], 2)
 
 
+def test_the_hook_is_registered_once_on_a_module_selected_by_two_paths(x: Tensor) -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    paths = ["0", "2"]
+    with fh.register(model, paths, ignore) as group:
+        model(x)
+    assert (group.names, group.calls) == (["0"], 2)
+    one = fh.Add(torch.ones(3))
+
+    def change(*entries: Any) -> float:
+        plain, changed = (
+            fh.run(model, x, plan=fh.Plan(*each, fh.keep(paths, calls="all"))).acts
+            for each in ((), entries)
+        )
+        assert list(plain) == list(changed) == paths
+        return (changed["2"][0] - plain["2"][0]).mean().item()
+
+    assert change(fh.on(paths, one)) == pytest.approx(1)
+    assert change(fh.on("0", one), fh.on("2", one)) == pytest.approx(2)  # two hooks
+    with fh.capture(model, paths, calls="all") as acts:
+        model(x)
+    assert [len(acts[name]) for name in paths] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -189,6 +189,17 @@ def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
     assert "must have shape (rows, width)" in str(kept.error)
 
 
+def test_a_shared_module_that_two_names_select_is_changed_once(model: Model) -> None:
+    model.layers[2] = model.layers[0]
+    plan = fh.Plan(fh.on(["layers.0", "layers.2"], fh.Add(torch.randn(WIDTH))))
+    x = torch.randn(4, WIDTH)
+    expected = fh.run(model, x, plan=plan).output
+    with fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+        request = plan.prepare(model).open()
+        with fh.batch({request: slice(0, 4)}, size=4):
+            assert torch.equal(model(x), expected)
+
+
 def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
     v = torch.randn(WIDTH)
     refused = [

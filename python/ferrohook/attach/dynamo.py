@@ -93,7 +93,7 @@ def _show_hooks_to_transformers() -> None:
                 at = AttrSource(self.source, "_registry") if wraps else AttrSource(at, "registry")
                 hooked = VariableTracker.build(tx, registry.hooked, AttrSource(at, "hooked"))
                 if hooked.as_python_constant():  # guarded
-                    none = ConstantVariable.create(None)
+                    none: VariableTracker = ConstantVariable.create(None)
                     return ConstDictVariable({none: none})
         return original(self, tx, name)
 

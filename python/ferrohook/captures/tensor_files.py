@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 _KEY = "ferrohook"
 _NESTED = {"nested": torch.strided, "jagged": torch.jagged}
 """Layouts of nested tensors, by the kind that a file has of them."""
+_FIELDS: dict[str, Any] = {
+    "activations": dict,
+    "grads": dict | None,
+    "model": str,
+    "per_call": bool,
+}
+"""Types of the fields that `ActivationCache.save` writes."""
 
 
 def save(path: str | os.PathLike[str], value: Any) -> None:
@@ -188,11 +195,22 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with library.safe_open(path, framework="pt") as file:
             structure = (file.metadata() or {}).get(_KEY)
             content = None if structure is None else _decode(json.loads(structure), file)
-    except (library.SafetensorError, AttributeError, TypeError, ValueError) as error:
+    # Torch raises RuntimeError for components that form no nested tensor.
+    except (library.SafetensorError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise HookError(msg) from error
-    if not isinstance(content, dict) or not isinstance(content.get("activations"), dict):
+    if not _is_cache(content):
         raise HookError(msg)
-    return content
+    return cast("dict[str, Any]", content)
+
+
+def _is_cache(content: Any) -> bool:
+    """Returns True if a file has the fields that `ActivationCache.save` writes."""
+    if not isinstance(content, dict) or content.keys() != _FIELDS.keys():
+        return False
+    if not all(isinstance(content[name], kind) for name, kind in _FIELDS.items()):
+        return False
+    values = [*content["activations"].values(), *(content["grads"] or {}).values()]
+    return not content["per_call"] or all(isinstance(value, list) for value in values)
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

@@ -129,7 +129,8 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         dtype: cast floating-point tensors to this dtype.
         mask: key of a batch, as `"attention_mask"`, or a function of a batch that returns its mask.
             Of a tensor of shape (batch, tokens, width), only the vectors where the mask is not 0
-            are stored, as (vectors, width). It applies after `slice`.
+            are stored, as (vectors, width). It applies after `slice`. With a mask or `tokens`, an
+            attention pattern, `"@pattern.0"`, is (batch, queries, heads, keys), for `slice` too.
         tokens: key of a batch, as `"input_ids"`, or a function of a batch that returns its token
             ids, of the shape (batch, tokens). They are stored for each row, with the position in
             its text and the number of the text among all of the run, see `ActivationDataset`. If
@@ -195,6 +196,8 @@ def _collect(  # noqa: PLR0913, PLR0917 (arguments of `collect`)
 ) -> Collected:
     """Collects with a model in this process."""
     options = _not_default({**captured, "mask": mask, "tokens": tokens})
+    rows_are_tokens = mask is not None or tokens is not None
+    captured = {**captured, "rows_are_tokens": rows_are_tokens}
     sources = _sources(model, what, store, captured, options)
     if plan is not None:
         options["plan"] = Plan(*plan.entries)

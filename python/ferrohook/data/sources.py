@@ -6,8 +6,11 @@ import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.captures.capture import capture
+from ferrohook.captures.capture import CaptureSession
+from ferrohook.captures.recorders import options_of
 from ferrohook.errors import HookError
+from ferrohook.quantity import places_of
+from ferrohook.tokens.tracking import with_tokens_ahead
 from ferrohook.util.tensors import tensors_by_path
 
 if TYPE_CHECKING:
@@ -65,14 +68,31 @@ class CapturedOutputs(Source):
     Args:
         model: the model.
         what: the layers.
-        options: options of `capture`.
+        inputs: as an option of `capture`.
+        output_index: as an option of `capture`.
+        rows_are_tokens: True if tensors start with (batch, tokens), as a mask does: a pattern
+            then has its queries before its heads.
+        options: other options of `capture`.
     """
 
-    def __init__(self, model: nn.Module, what: Selector, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        what: Selector,
+        *,
+        inputs: bool,
+        output_index: object,
+        rows_are_tokens: bool,
+        **options: Any,
+    ) -> None:
+        places = places_of(model, what, inputs=inputs, output_index=output_index)
+        if rows_are_tokens:
+            places = {name: with_tokens_ahead(place) for name, place in places.items()}
         # Clones, as the rest of the forward may write in place.
         fixed: Any = {"calls": "all", "copy": "clone", "device": "cpu"}
-        self._session = capture(model, what, **options, **fixed)._tag
-        self._value = "input" if options.get("inputs") else "output"
+        own = options_of(inputs=inputs, output_index=output_index, **options, **fixed)
+        self._session = CaptureSession(model, places, own, at=None)
+        self._value = "input" if inputs else "output"
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:

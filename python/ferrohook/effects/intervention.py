@@ -270,7 +270,7 @@ class Intervention(ByContent, InterventionBase):
 
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies it, hashable: class, `output_index`, and values by content."""
-        return (type(self).__name__, *map(content_of, (self.output_index, *self.values)))
+        return (type(self), *map(content_of, (self.output_index, *self.values)))
 
     def __reduce__(self) -> Any:
         return _make, (type(self), self.values, self.output_index)

@@ -238,7 +238,7 @@ class ByContent:
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies it, hashable: its class, and the fields of a dataclass."""
         own = (getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        return (type(self).__name__, *map(content_of, own))
+        return (type(self), *map(content_of, own))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByContent) and self.content() == other.content()

@@ -32,6 +32,28 @@ def test_a_custom_model_returns_its_declared_outputs() -> None:
     assert list(model(X, output_attentions=True)) == ["last_hidden_state", "attentions"]
 
 
+def test_the_initial_state_is_found_among_keywords_in_any_order() -> None:
+    class Keywords(nn.Module):
+        def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return hidden_states + mask
+
+    class Calls(nn.Module):
+        _can_record_outputs = {"hidden_states": Keywords}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Keywords()
+
+        @capture_outputs
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            y = self.layer(mask=torch.ones(4), hidden_states=x)
+            return {"last_hidden_state": y}
+
+    output = Calls()(X, output_hidden_states=True)
+    assert output["hidden_states"][0] is X
+    assert torch.equal(output["hidden_states"][1], X + 1)
+
+
 def test_recorded_outputs_keep_their_autograd_graph() -> None:
     model = Model()
     state = model(X, output_hidden_states=True)["hidden_states"][1]

@@ -82,8 +82,13 @@ def resolve_indices(indices: Sequence[int], count: int) -> list[int]:
 
 
 def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the first argument of a layer: its hidden states."""
-    return args[0] if args else next(iter(kwargs.values()), None)
+    """Returns the hidden states that a layer takes.
+
+    They are its first positional argument, else the keyword `hidden_states`, else the first one.
+    """
+    if args:
+        return args[0]
+    return kwargs[HIDDEN] if HIDDEN in kwargs else next(iter(kwargs.values()), None)
 
 
 def _item_of(output: Any, key: LayerKey) -> Any:
