@@ -231,6 +231,64 @@ def test_a_sum_begins_anew_after_a_call_that_failed() -> None:
     torch.testing.assert_close(request.acts["@gate.g"].flatten(), expected)
 
 
+def test_a_sum_whose_place_runs_again_reads_the_next_call_gradients() -> None:
+    """A batch repeats a place of requests that have gradients."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    gate = fh.gate("g", ["1", "2"], fh.Norm())
+    requests = [
+        fh.Plan(gate, fh.keep("@gate.g"), fh.on("2", fh.Scale(3.0), when=fh.above("g", limit)))
+        .prepare(net)
+        .open()
+        for limit in (1e9, 0.0)
+    ]
+    for step in range(3):
+        positions = torch.tensor([0, 1, 0, 1]) + 2 * step
+        batch = {requests[0]: slice(0, 2), requests[1]: slice(2, 4)}
+        with fh.batch(batch, positions=positions):
+            net(torch.tensor([1, 2, 3, 4]) + step)
+        assert [each.error for each in requests] == [None, None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", ["mlp", "self_attn.o_proj"])
+def test_a_sum_over_checkpointed_layers_has_the_plain_gradients(
+    place: str, reentrant: bool
+) -> None:
+    """The backward repeats the layers one by one, the last one first."""
+    places = [f"{LAYERS}.0.{place}", f"{LAYERS}.1.{place}"]
+    gate = fh.gate("g", places, fh.Norm())
+    scaled = functools.partial(fh.on, "model.norm", fh.Scale(3.0))
+    plans = [
+        fh.Plan(gate, fh.keep("@gate.g")),
+        fh.Plan(gate, scaled(when=fh.above("g", 0.0))),
+        # A reentrant checkpoint runs its layers without gradients.
+        *([] if reentrant else [fh.Plan(gate, scaled(strength=fh.ramp("g", 0.0, 9.0)))]),
+    ]
+    for plan in plans:
+        found = []
+        for repeats in (False, True):
+            own = copy.deepcopy(model()).requires_grad_().train()
+            if repeats:
+                own.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            with plan.open(own):
+                for ids in (IDS, IDS + 5):
+                    own(ids, use_cache=False).logits.square().sum().backward()
+            found.append(own.get_submodule(f"{LAYERS}.0.mlp.down_proj").weight.grad)
+        torch.testing.assert_close(*found)
+
+
+def test_gradients_of_a_sum_that_a_checkpoint_repeats_in_part_are_refused() -> None:
+    own = copy.deepcopy(model()).requires_grad_().train()
+    own.gradient_checkpointing_enable({"use_reentrant": True})
+    plan = fh.Plan(
+        fh.gate("g", ["model.embed_tokens", f"{LAYERS}.0.self_attn.o_proj"], fh.Norm()),
+        fh.on(f"{LAYERS}.0.mlp", fh.Scale(3.0), strength=fh.ramp("g", 0.0, 9.0)),
+    )
+    with plan.open(own), pytest.raises(fh.HookError, match="use_reentrant=False"):
+        own(IDS, use_cache=False).logits.square().sum().backward()
+
+
 def test_parts_of_calls_that_failed_are_dropped() -> None:
     states, parts = GateStates({}), [torch.ones(1, WIDTH) for _ in range(100)]
     kept = [weakref.ref(part) for part in parts]
@@ -691,7 +749,13 @@ def test_readings_keep_no_graph_unless_a_strength_follows_them() -> None:
             alive.add(self)
 
     followed = fh.on(f"{LAYERS}.1", fh.Add(torch.ones(WIDTH)), strength=fh.ramp("g", 0, 1))
-    for plan, kept in ((fh.Plan(GATE, fh.keep("@gate.g")), False), (fh.Plan(GATE, followed), True)):
+    summed = fh.gate("g", [f"{LAYERS}.0.mlp", f"{LAYERS}.0"], fh.Norm())
+    plans = (
+        (fh.Plan(GATE, fh.keep("@gate.g")), False),
+        (fh.Plan(summed, fh.keep("@gate.g")), False),
+        (fh.Plan(GATE, followed), True),
+    )
+    for plan, kept in plans:
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor),

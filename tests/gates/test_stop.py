@@ -210,6 +210,32 @@ def test_a_further_generation_of_a_request_goes_on() -> None:
     assert {each.position for each in request.stopped} == {4, 5}
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_stop_of_an_earlier_turn_ends_no_answer(batched: bool) -> None:
+    """The turns share a KV cache, so their tokens are of one sequence."""
+    late = fh.gate("g", "model.layers.0", fh.Norm(), at="generated", over=fh.window(2))
+    cache, prepared = transformers.DynamicCache(), fh.Plan(late, ALWAYS).prepare(model())
+    request = prepared.open()
+    with fh.rows.generating([request]) if batched else request:
+        answer = generated(PROMPT, past_key_values=cache)
+        assert answer.shape[1] == 6
+        text = torch.cat([answer, torch.tensor([[8, 9]])], 1)
+        inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+        assert generated(inputs, past_key_values=cache).shape[1] == text.shape[1] + 3
+    assert request.stopped == [("g", 9, 0)]
+
+
+def test_one_of_several_texts_cannot_end_without_a_token_for_it() -> None:
+    none: Any = {"eos_token_id": None, "pad_token_id": None}
+    with (
+        pytest.raises(fh.HookError, match="pass eos_token_id or pad_token_id to generate"),
+        fh.Plan(GATE, ALWAYS).open(model()),
+    ):
+        generated(padded([[5, 6, 7], [8, 9, 10]]), **none)
+    with fh.Plan(GATE, ALWAYS).open(model()):
+        assert generated(PROMPT, **none).shape[1] == 4
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
 def test_beams_and_drafts_are_refused(options: dict[str, Any]) -> None:
     with (

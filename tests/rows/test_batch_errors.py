@@ -468,12 +468,9 @@ def test_each_of_many_is_told_its_own_error() -> None:
         plan.close()
 
 
-def test_bad_lengths_are_refused(model: nn.Module) -> None:
+def test_negative_lengths_are_refused(model: nn.Module) -> None:
     with fh.Plan(fh.keep("0")).prepare(model) as prepared:
-        request, other = prepared.open(), prepared.open()
-        for lengths, words in (({request: -3}, "0 or more, got -3"), ({other: 3}, "not in the")):
-            with (
-                pytest.raises(fh.errors.RowsError, match=words),
-                fh.batch({request: slice(0, 4)}, positions=torch.arange(4), lengths=lengths),
-            ):
-                pass
+        request = prepared.open()
+        batch = fh.batch({request: slice(0, 4)}, positions=torch.arange(4), lengths={request: -3})
+        with pytest.raises(fh.errors.RowsError, match="0 or more, got -3"), batch:
+            pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -291,6 +292,110 @@ def test_inner_calls_and_threads_of_a_call() -> None:
     for got in (inner, outer):
         assert torch.equal(got[:, :1], plain[:, :1])
         assert not got[:, 1:].any()
+
+
+class Siamese(nn.Module):
+    """Encodes a query and a document with one encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=64,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        self.bert = transformers.BertModel(config).eval()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, other_ids: Tensor, other_mask: Tensor
+    ) -> None:
+        self.bert(input_ids, attention_mask=attention_mask)
+        self.bert(other_ids, attention_mask=other_mask)
+
+
+SIAMESE = "bert.encoder.layer.0"
+
+
+@torch.no_grad()
+def test_a_second_text_of_a_call_has_positions_of_its_own() -> None:
+    model, ids, ones = Siamese(), torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
+    padded = torch.tensor([[1, 1, 0, 0]])
+    plan = fh.Plan(fh.keep(SIAMESE, at="last_prompt", calls="all"))
+    # Another text, or another mask of the same ids.
+    for other in (ids + 4, ids):
+        with plan.open(model) as request, fh.capture(model, SIAMESE, calls="all") as whole:
+            model(ids, ones, other, padded)
+        first, second = (values[0] for values in whole[SIAMESE])
+        assert torch.equal(
+            torch.stack([*request.acts[SIAMESE]])[:, 0], torch.stack([first[3], second[1]])
+        )
+    # The same text, in copies.
+    with plan.open(model) as request, fh.capture(model, SIAMESE, calls="all") as whole:
+        model(ids, ones, ids.clone(), ones.bool())
+    assert all(
+        torch.equal(found, values[:, 3])
+        for found, values in zip(request.acts[SIAMESE], whole[SIAMESE], strict=True)
+    )
+
+
+@torch.no_grad()
+def test_a_gate_reads_each_text_of_a_call() -> None:
+    model, ids, ones = Siamese(), torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
+    others = ids + 4
+    embedded = model.bert.embeddings(torch.cat([ids, others]))
+    direction = embedded[0, 0] - embedded[1, 0]
+    values = embedded @ direction
+    limit = float((values[0, 0] + values[1, 0]) / 2)
+    plan = fh.Plan(
+        fh.gate("g", "bert.embeddings", fh.Dot(direction)),
+        fh.on(SIAMESE, fh.Zero(), when=fh.above("g", limit)),
+        fh.keep(SIAMESE, calls="all"),
+    )
+    with plan.open(model) as request:
+        model(ids, ones, others, ones)
+    for zeroed, expected in zip(request.acts[SIAMESE], values > limit, strict=True):
+        assert torch.equal((zeroed[0] == 0).all(-1), expected)
+    assert not torch.equal(*(values > limit))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.embed(input_ids)
+
+
+@pytest.mark.parametrize("at", ["prompt", "last_prompt", "generated", 0, -1, slice(1, None)])
+def test_a_call_of_no_tokens(at: Any) -> None:
+    plan = fh.Plan(
+        fh.on("embed", fh.Add(torch.ones(WIDTH)), at=at),
+        fh.gate("g", "embed", fh.Norm(), over="prompt"),
+        fh.on("embed", fh.Zero(), when=fh.above("g", 0.5)),
+    )
+    model = Embedded()
+    for shape in ((2, 0), (0, 3)):
+        ids = torch.zeros(shape, dtype=torch.long)
+        with plan.open(model):
+            assert model(ids).shape == (*shape, WIDTH)
+        prepared = plan.prepare(model)
+        requests = [prepared.open() for _ in range(shape[0])]
+        if requests:
+            with fh.rows.generating(requests):
+                model(ids)
+            assert [each.error for each in requests] == [None] * shape[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_position_ids_of_a_narrow_dtype(dtype: torch.dtype) -> None:
+    ids, places = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 4, 5, 6]], dtype=dtype)
+    with fh.Plan(fh.keep("embed", at=slice(4, sys.maxsize))).open(model := Embedded()) as request:
+        model(ids, position_ids=places)
+    assert request.acts.positions("embed") == [4, 5, 6]
 
 
 def test_a_call_without_tokens_is_refused(pair: tuple[Any, str]) -> None:

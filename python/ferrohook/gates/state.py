@@ -36,6 +36,22 @@ class Stopped(NamedTuple):
     """Row of the sequence in its call."""
 
 
+def _refuse_gradient(_gradient: Tensor) -> None:
+    msg = (
+        "a gate reads the sum of several places, and backward() repeats only some of them in a "
+        "checkpoint, so the gradient would be wrong: pass use_reentrant=False to the checkpoint"
+    )
+    raise HookError(msg)
+
+
+def _without_graph(part: Tensor) -> Tensor:
+    """Returns vectors that keep no graph alive, and refuse the gradient that it would take."""
+    found = part.detach()
+    if part.requires_grad:
+        found.requires_grad_().register_hook(_refuse_gradient)
+    return found
+
+
 class GateStates(GateReadings):
     """Readings of the gates of one request.
 
@@ -48,6 +64,10 @@ class GateStates(GateReadings):
         self._parts: dict[str, dict[int, tuple[CallTokens, dict[int, Tensor]]]] = {}
         """Vectors of running calls by the name of the gate and the id of the sequences: of the
         places that have run, where a gate reads the sum of several."""
+        self._summed: dict[str, tuple[CallTokens, dict[int, Tensor]]] = {}
+        """Vectors of each gate's last sum, in the order in which its places ran, if gradients are
+        recorded: any of them may run again, as in the backward of a checkpoint. The last one
+        completes the sum again."""
         self.stream: GateStream | None = None
         """Takes the values of kept gates of the only sequence, for a client that reads along."""
 
@@ -69,26 +89,35 @@ class GateStates(GateReadings):
         Raises:
             HookError: another place has other tokens, or tensors of another shape.
         """
-        pending = self._parts.setdefault(gate, {})
+        pending, summed = self._parts.setdefault(gate, {}), self._summed.get(gate)
         given, parts = pending.get(tokens.sequences, (tokens, {}))
-        if number in parts:  # of a call that did not come to its end
-            given, parts = tokens, {}
+        if summed is not None and summed[0] == tokens and not parts:
+            given, parts = summed
+            completes = number == [*parts][-1]
+        else:
+            if number in parts:  # of a call that did not come to its end
+                given, parts = tokens, {}
+            completes = len(parts) == places - 1
         other = next(iter(parts.values()), vectors)
         if given != tokens or other.shape != vectors.shape:
-            pending.pop(tokens.sequences)
+            pending.pop(tokens.sequences, None)
             msg = (
                 f"gate {gate!r} reads the sum of {places} places, whose tensors differ in shape or "
                 f"tokens: {tuple(vectors.shape)} and {tuple(other.shape)}"
             )
             raise HookError(msg)
         parts[number] = vectors
-        if len(parts) < places:
-            leave(pending, tokens.sequences, (given, parts))
+        if not completes:
+            if len(parts) < places:
+                leave(pending, tokens.sequences, (given, parts))
             return None
         pending.pop(tokens.sequences, None)
         whole = parts[0]
         for each in range(1, places):
             whole = whole + parts[each].to(whole.device)
+        self._summed.pop(gate, None)
+        if torch.is_grad_enabled() or any(part.requires_grad for part in parts.values()):
+            self._summed[gate] = tokens, {at: _without_graph(part) for at, part in parts.items()}
         return whole
 
     def stopped(self, sequences: int | None = None) -> list[Stopped]:

@@ -485,9 +485,9 @@ class Request(RequestBase, Scope):
         """True if its plan has a `stop`."""
         return self._plan.stops
 
-    def stopped_rows(self, sequences: int) -> list[int]:
-        """Returns the rows of some sequences that a `stop` of its plan has ended."""
-        return [each.row for each in self.gates.stopped(sequences)]
+    def stopped_rows(self, sequences: int) -> list[tuple[int, int]]:
+        """Returns the rows that a `stop` has ended, with the positions of their last tokens."""
+        return [(each.row, each.position) for each in self.gates.stopped(sequences)]
 
     @property
     def entries(self) -> tuple[Entry, ...]:

@@ -58,10 +58,8 @@ class _GenerationBatch(Batch):
         """Sets the positions of a call."""
         around = next((each for each in reversed(self._running) if each is not None), None)
         self._running.append(None)
-        if stack.inner and around is not None:
-            given = stack.tokens(stack.arguments(args, kwargs))
-            if given.shape[:2] == around.positions.shape:
-                return
+        if stack.inner and around is not None and stack.repeats(args, kwargs, around):
+            return
         if self._sequences.in_callback():
             msg = (
                 "a logits processor of generate called the model with another text, as "
@@ -87,7 +85,7 @@ class _GenerationBatch(Batch):
         for request in untold:
             for at in request.plan_positions:
                 check_prompt(at, tokens, module._get_name())
-        known = tokens.positions[:, 0] if tokens.lengths is None else tokens.lengths
+        known = tokens.positions.new_zeros(rows) if tokens.lengths is None else tokens.lengths
         both = torch.cat((known[:, None], tokens.positions), 1).cpu()  # the one wait for a GPU
         lengths = {} if tokens.lengths is None else {it: self._places[it] for it in untold}
         prompts = both[:, 0].tolist()
@@ -98,11 +96,9 @@ class _GenerationBatch(Batch):
         for request in self._places:
             request.accept(tokens, OF_REQUEST)
 
-    def stopped(self, _sequences: int) -> list[int]:
-        """Returns the rows that their plans have ended after the prompt of this generation."""
-        last = {it: (it.prompt_lengths or [1])[0] - 1 for it in self._places}
-        ends = ((it, end) for it in self._places for end in it.stopped)
-        return [self._places[it] for it, end in ends if end.position >= last[it]]
+    def stopped(self, _sequences: int) -> list[tuple[int, int]]:
+        """Returns the rows that their plans have ended, with the positions of their last tokens."""
+        return [(row, end.position) for it, row in self._places.items() for end in it.stopped]
 
     def end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Ends a call."""

@@ -73,6 +73,10 @@ class Tokens(NamedTuple):
     """Id of its sequences: calls with the same one run tokens of the same sequences."""
     cache: Any = None
     """The KV cache that the call was given."""
+    given: Tensor | None = None
+    """Ids or embeddings that the call was given."""
+    mask: Any = None
+    """The `attention_mask` that the call was given."""
 
 
 def check_prompt(at: At, tokens: Tokens, name: str) -> None:

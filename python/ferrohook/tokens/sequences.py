@@ -23,7 +23,7 @@ import itertools
 import sys
 import weakref
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ _NUMBERS: Final = itertools.count(1)
 """Numbers of sequences, but for the one of a member of batches."""
 OF_REQUEST: Final = 0
 """Number of the sequences of a member of batches."""
+_End: TypeAlias = tuple[int, int]
+"""Row of a sequence that ends, and the position of its last token."""
 
 
 class TokenStack(NamedTuple):
@@ -83,6 +85,21 @@ class TokenStack(NamedTuple):
             if isinstance(tokens, Tensor) and tokens.dim() >= _PAIR:
                 return tokens
         raise no_tokens(self.name, self.prefix)
+
+    def repeats(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: Tokens) -> bool:
+        """True if an inner call runs the tokens of the call around it, and not another text.
+
+        Raises:
+            HookError: it has no tokens.
+        """
+        arguments = self.arguments(args, kwargs)
+        given = self.tokens(arguments)
+        if given.shape[:2] != outer.positions.shape:
+            return False
+        cache, mask = _given_cache(arguments), arguments.get(f"{self.prefix}attention_mask")
+        if cache is not None and cache is outer.cache:
+            return True
+        return not (_differ(given, outer.given) or _differ(mask, outer.mask))
 
 
 def no_tokens(name: str, prefix: str = "") -> HookError:
@@ -285,13 +302,14 @@ class Sequences:
             caller did not pass them.
         accept: called with the number of tokens that have run and stay, and the id of their
             sequences: after each step of a generation with drafts, and where a cache was cut back.
+        stopped: returns the ends of the sequences of an id, of earlier turns too.
     """
 
     def __init__(
         self,
         prompt: Sequence[int] = (),
         accept: Callable[[int, int], None] | None = None,
-        stopped: Callable[[int], Iterable[int]] | None = None,
+        stopped: Callable[[int], Iterable[_End]] | None = None,
     ) -> None:
         self.prompt = prompt
         self._accept = accept
@@ -328,9 +346,9 @@ class Sequences:
             # Without a cache all tokens run again. Else the model keeps its own cache, and a longer
             # mask may show how many tokens it holds.
             past = past or None if generation.use_cache else 0
-        goes_on = before if before is not None and past and past == before.seen else None
+        goes_on = _continued(before, past, generation)
         positions = call.positions(past, generation, goes_on)
-        ends = positions.amax(-1) + 1
+        ends = positions.amax(-1) + 1 if call.length else positions.new_zeros(call.batch)
         if goes_on is not None and goes_on.ends is not None:
             ends = torch.maximum(goes_on.ends, ends)
         prompt = None
@@ -341,11 +359,13 @@ class Sequences:
             prompt = before.prompt if past >= before.prompt[1] else None
         number = _number_of(call, past, before, generation)
         drafts = generation is not None and generation.drafts
-        if before is not None and past and past < before.seen and not drafts:
+        if before is not None and past and past < before.seen and call.length and not drafts:
             number = self._cut_back(positions, number)
-        after = None
-        if past is not None:
-            after = _Sequence(prompt, past + call.length, ends, number, call.batch)
+        after = (
+            _Sequence(prompt, past + call.length, ends, number, call.batch)
+            if past is not None and call.length
+            else None
+        )
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
         if generation is not None:
@@ -353,7 +373,10 @@ class Sequences:
             lengths = generation.lengths
         else:
             lengths = None if prompt is None else prompt[0]
-        return Tokens(positions, self._lengths(call, lengths), after, number, call.cache)
+        lengths = self._lengths(call, lengths)
+        if drafts and _drafts_itself(module):  # its accepted tokens run again
+            positions = torch.full_like(positions, PADDING)
+        return Tokens(positions, lengths, after, number, call.cache, call.given, call.mask)
 
     def _cut_back(self, positions: Tensor, number: int) -> int:
         """Takes back the rows of tokens that were cut out of a cache; returns the new number.
@@ -418,20 +441,13 @@ class Sequences:
         transformers is changed. An assistant, which drafts, runs inside the call that it assists.
         """
         local: dict[str, Any] | None = None
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            place = frame.f_globals.get("__name__")
-            if place in _CALLBACKS:
+        for found in _calls_of_generate():
+            config = found.get("generation_config")
+            if local is None and self._get(config) is None and not _contains(found, module):
                 break
-            if place == _GENERATE and frame.f_code.co_name == "generate":
-                found = frame.f_locals
-                config = found.get("generation_config")
-                if local is None and self._get(config) is None and not _contains(found, module):
-                    break
-                local = found
-                if not getattr(config, "is_assistant", False):
-                    break
-            frame = frame.f_back
+            local = found
+            if not _is_assistant(found):
+                break
         return local
 
 
@@ -441,15 +457,17 @@ class _StackCall:
     def __init__(self, stack: TokenStack, arguments: dict[str, Any]) -> None:
         self._name = stack.name
         self._arguments = arguments
-        tokens = stack.tokens(arguments)
-        self.batch, self.length = tokens.shape[:2]
-        self.device = tokens.device
-        found = (arguments.get(name) for name in _CACHES)
-        self.cache = next((cache for cache in found if cache is not None), None)
-        self._mask = _unpadded(arguments.get(f"{stack.prefix}attention_mask"))
+        self.given = stack.tokens(arguments)
+        self.batch, self.length = self.given.shape[:2]
+        self.device = self.given.device
+        self.cache = _given_cache(arguments)
+        self.mask = arguments.get(f"{stack.prefix}attention_mask")
+        self._mask = _unpadded(self.mask)
         places = arguments.get(f"{stack.prefix}position_ids")
         # With three dimensions they are not only positions of tokens (M-RoPE).
-        self._places = places if isinstance(places, Tensor) and places.dim() <= _PAIR else None
+        self._places: Tensor | None = None
+        if isinstance(places, Tensor) and places.dim() <= _PAIR:
+            self._places = places.long()
 
     def past(self, before: _Sequence | None) -> int | None:
         """Returns how many tokens, padding included, came before; None if no source shows it."""
@@ -530,6 +548,19 @@ class _StackCall:
         )
 
 
+def _continued(
+    before: _Sequence | None, past: int | None, generation: _GenerateCall | None
+) -> _Sequence | None:
+    """Returns the sequences that a call continues, with their ends if these are still known."""
+    if before is None or not past:
+        return None
+    if past == before.seen:
+        return before
+    # The cache was cut back or filled elsewhere: how much of that was padding is not known.
+    padded = before.ends is None or bool((before.ends != before.seen).any())
+    return before._replace(ends=None) if padded and generation is None else None
+
+
 def _number_of(
     call: _StackCall, past: int | None, before: _Sequence | None, generation: _GenerateCall | None
 ) -> int:
@@ -550,6 +581,25 @@ def _number_of(
 def _unpadded(mask: Any) -> Any:
     """Returns a mask of (batch, tokens) as bools: models take any number but 0 as 1."""
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == _PAIR else mask
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """True if two ids or two masks of one shape differ.
+
+    Embeddings do not count: a model may change them before its inner call.
+    """
+    if not all(isinstance(each, Tensor) and each.dim() == _PAIR for each in (one, other)):
+        return False
+    if one is other or one.shape != other.shape:
+        return False
+    if one.is_floating_point() != other.is_floating_point():
+        return False  # a part that gets embeddings for `input_ids`
+
+    def memory(tensor: Tensor) -> Any:
+        return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.stride()
+
+    # The host waits for a GPU that compares, so the same memory is not compared.
+    return memory(one) != memory(other) and bool((one != other.to(one.device)).any())
 
 
 def _counted(mask: Tensor) -> Tensor:
@@ -588,11 +638,16 @@ def _length_of(cache: Any) -> int | None:
     return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else None
 
 
+def _given_cache(named: dict[str, Any]) -> Any:
+    """Returns the KV cache in named values, if there is one."""
+    found = (dict.get(named, name) for name in _CACHES)
+    return next((cache for cache in found if cache is not None), None)
+
+
 def _cache_in(output: Any) -> Any:
     """Returns the KV cache in a model's output, if there is one."""
     if isinstance(output, dict):
-        found = (dict.get(output, name) for name in _CACHES)
-        return next((cache for cache in found if cache is not None), None)
+        return _given_cache(output)
     items = output if isinstance(output, tuple | list) else ()
     return next((item for item in items if hasattr(item, "get_seq_length")), None)
 
@@ -601,6 +656,28 @@ def _contains(local: Mapping[str, Any], module: nn.Module) -> bool:
     """True if a module is part of the model that generates."""
     model = local.get("self")
     return isinstance(model, nn.Module) and any(each is module for each in model.modules())
+
+
+def _calls_of_generate() -> Iterator[dict[str, Any]]:
+    """Yields the local variables of the calls of `generate` that a call is in, inner ones first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        place = frame.f_globals.get("__name__")
+        if place in _CALLBACKS:
+            return
+        if place == _GENERATE and frame.f_code.co_name == "generate":
+            yield frame.f_locals
+        frame = frame.f_back
+
+
+def _is_assistant(local: Mapping[str, Any]) -> bool:
+    return bool(getattr(local.get("generation_config"), "is_assistant", False))
+
+
+def _drafts_itself(module: nn.Module) -> bool:
+    """True in a call by an assistant that is the model that it assists, as with early exit."""
+    inner, *around = _calls_of_generate()
+    return _is_assistant(inner) and any(_contains(each, module) for each in around)
 
 
 def _read(local: Mapping[str, Any], call: _StackCall, past: int | None) -> _GenerateCall:
@@ -668,17 +745,18 @@ def _watch(
 
 
 def _end_rows(
-    local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[int], Iterable[int]]
+    local: Mapping[str, Any], generation: _GenerateCall, stopped: Callable[[int], Iterable[_End]]
 ) -> None:
     """Makes a call of `generate` end rows: the next token of each is the end-of-sequence token.
 
     Args:
         local: its local variables: the lists of processors and criteria, which are made for it.
         generation: its input.
-        stopped: returns the rows to end of some sequences.
+        stopped: returns the ends of some sequences.
 
     Raises:
-        HookError: it drafts or has beams, or this version of transformers has other lists.
+        HookError: it drafts or has beams, has several texts and no token to end one with, or this
+            version of transformers has other lists.
     """
     if generation.drafts or generation.beams:
         msg = "a plan with stop() needs generate without drafts and beams"
@@ -691,9 +769,18 @@ def _end_rows(
     config = local["generation_config"]
     ends = [getattr(config, name, None) for name in ("_eos_token_tensor", "_pad_token_tensor")]
     end = next((int(it.reshape(-1)[0]) for it in ends if isinstance(it, Tensor)), None)
+    if end is None and len(local["input_ids"]) > 1:
+        msg = (
+            "a plan with stop() cannot end one of several texts without a token for it: pass "
+            "eos_token_id or pad_token_id to generate"
+        )
+        raise HookError(msg)
+    lasts = None if generation.lengths is None else (generation.lengths - 1).tolist()
 
     def ended_rows() -> list[int]:
-        return [row for number in generation.latest for row in stopped(number) or ()]
+        found = [it for number in generation.latest for it in stopped(number) or ()]
+        # An end before the last token of the prompt belongs to an earlier turn.
+        return [row for row, position in found if lasts is None or position >= lasts[row]]
 
     def end_next(_ids: Tensor, scores: Tensor, **_others: Any) -> Tensor:
         rows = ended_rows()

@@ -221,11 +221,9 @@ def _find_positions(
     if isinstance(tracker, Tracker):
         _refuse_positioned_batch(module)
     around: tuple[Tokens, Sequences] | None = tracker.tokens_around
-    if stack.inner and around is not None:
-        tokens = stack.tokens(stack.arguments(args, kwargs))
-        if tokens.shape[:2] == around[0].positions.shape:
-            tracker.inherit_tokens()
-            return
+    if stack.inner and around is not None and stack.repeats(args, kwargs, around[0]):
+        tracker.inherit_tokens()
+        return
     found = tracker.sequences.find(stack, module, args, kwargs)
     for at in tracker.plan_positions:
         check_prompt(at, found, module._get_name())

@@ -189,13 +189,8 @@ impl BatchBase {
             let lengths = lengths.get_item(&member.frame)?;
             lengths.map(|lengths| given::lengths(&lengths)).transpose()
         });
-        let prompts: Box<[_]> = prompts.collect::<PyResult<_>>()?;
-        if prompts.iter().flatten().count() < lengths.len() {
-            let message = "lengths has the length of a prompt whose request is not in the batch";
-            return Err(rows_error(lengths.py(), message));
-        }
         let values = values.into_iter().map(Position).collect();
-        let positions = Positions::new(values, columns, prompts);
+        let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
         let _ = self.size.set(size); // if it was known, it is the same
         let _former = self.positions.lock().replace(Arc::new(positions));
         // They chose rows at the former positions.
