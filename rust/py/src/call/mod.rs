@@ -122,7 +122,11 @@ impl<'py> Call<'_, 'py> {
             self.frames = Frames::default();
         }
         let snapshot = self.begin(Phase::Forward)?;
-        let torch_hooks = target.torch_forward_hooks(self.module, self.after_pre_hooks)?;
+        let torch_hooks = match target.torch_hooks() {
+            Some(hooks) => hooks.forward()?,
+            None if self.after_pre_hooks => target.added_hooks(self.module)?,
+            None => Vec::new(),
+        };
         if let Some(others) = self.begin_around(Phase::Forward, snapshot.as_ref())? {
             return self.run_after_around(&others, snapshot.as_ref(), &torch_hooks, ran);
         }

@@ -50,7 +50,7 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, None));
             }
         }
-        if let Some(forward) = Self::forward(module, cached, cache, &state)? {
+        if let Some(forward) = Self::forward(torch, module, cached, cache, &state)? {
             return Ok(forward);
         }
         // Replacements of `_call_impl`, by `nn.Module.compile` or another library.
@@ -74,17 +74,17 @@ impl<'a, 'py> Target<'a, 'py> {
     /// Returns `module.forward` as the target, if a call would only run that; `state` is its instance
     /// dict.
     fn forward(
+        torch: &Torch,
         module: &Bound<'py, PyAny>,
         cached: Option<&'a CachedClass>,
         cache: &'a InstanceCache,
         state: &Bound<'py, PyDict>,
     ) -> PyResult<Option<Self>> {
-        let py = module.py();
-        Ok(match (cache.path(Torch::get(py)?, state)?, cached) {
+        Ok(match (cache.path(torch, state)?, cached) {
             (CallPath::Slow, _) => None,
             (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached, cache)),
             _ => {
-                let forward = module.getattr(intern!(py, "forward"))?;
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
                 Some(Self::OwnForward(forward, cache))
             }
         })
@@ -117,15 +117,10 @@ impl<'a, 'py> Target<'a, 'py> {
         }
     }
 
-    /// Torch's hooks to run after the module; `added`: pre-hooks may have added some.
-    pub fn torch_forward_hooks(
-        &self,
-        module: &Bound<'py, PyAny>,
-        added: bool,
-    ) -> PyResult<Vec<TorchHook<'py>>> {
+    /// Torch's hooks to run after the module that pre-hooks have added.
+    pub fn added_hooks(&self, module: &Bound<'py, PyAny>) -> PyResult<Vec<TorchHook<'py>>> {
         match self {
-            Self::Special(_, Some(hooks)) => hooks.forward(),
-            Self::Forward(_, cache) | Self::OwnForward(_, cache) if added => {
+            Self::Forward(_, cache) | Self::OwnForward(_, cache) => {
                 let state = instance_dict(module)?;
                 match cache.path(Torch::get(module.py())?, &state)? {
                     CallPath::Slow => TorchHooks(state).forward(),
@@ -163,10 +158,18 @@ fn call_inner<'py>(
         Some(cached) => cached.calls_forward,
         None => calls_forward(torch, &class)?,
     };
-    if calls_forward
-        && let Some(forward) = Target::forward(module, cached, cache, &instance_dict(module)?)?
-    {
-        return forward.call(module, args, kwargs);
+    if calls_forward {
+        match (cache.path(torch, &instance_dict(module)?)?, cached) {
+            (CallPath::Slow, _) => {}
+            (CallPath::Direct, Some(cached)) => {
+                let forward = cached.forward.bind(module.py());
+                return invoke::call_with_first(forward, module, args, kwargs);
+            }
+            _ => {
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
+                return invoke::call_with(&forward, args, kwargs);
+            }
+        }
     }
     invoke::call_with(module, args, kwargs)
 }
