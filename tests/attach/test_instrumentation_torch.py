@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ferrohook as fh
 from support.instrumentation import call, logging, same, small, torch_script, x
 from support.internals import is_instrumented
 from support.interpreters import assert_ends_well, run_with_torch
-from support.modules import Half, Zero
+from support.modules import Zero
 
 
 @pytest.mark.parametrize("removed", ["during", "after", "never"])
@@ -275,9 +275,22 @@ for _ in range(6):
     assert_ends_well(run_with_torch(MODELS + code))
 
 
-def test_a_user_s_kind_of_pruning_works() -> None:
+class Half(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, _tensor: Tensor, default_mask: Tensor) -> Tensor:
+        mask = default_mask.clone()
+        mask.view(-1)[::2] = 0
+        return mask
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_user_s_kind_of_pruning_works(wrap: bool) -> None:
     module: Any = nn.Linear(4, 4)
-    fh.instrument(module)
+    if wrap:
+        module = fh.HookedModule(module)
+    else:
+        fh.instrument(module)
     for _ in range(2):
         Half.apply(module, "weight")
     assert prune.is_pruned(module)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ferrohook as fh
-from support.modules import Half, Zero
+from support.modules import Zero
 from support.wrapping import x
 
 
@@ -134,13 +134,3 @@ def test_recompiling_a_wrapped_graph_module_takes_effect() -> None:
     hooked.recompile()
     for call in (hooked, hooked.forward, hooked.inner):
         assert torch.equal(call(x()), x())
-
-
-def test_a_user_s_kind_of_pruning_works() -> None:
-    module: Any = fh.HookedModule(nn.Linear(4, 4))
-    for _ in range(2):
-        Half.apply(module, "weight")
-    assert prune.is_pruned(module)
-    prune.remove(module, "weight")
-    assert not module.weight.view(-1)[::2].any()
-    assert not prune.is_pruned(module)

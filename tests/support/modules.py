@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import ferrohook as fh
 
@@ -91,14 +90,3 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Half(prune.BasePruningMethod):
-    """Prunes every other weight."""
-
-    PRUNING_TYPE = "unstructured"
-
-    def compute_mask(self, _tensor: Tensor, default_mask: Tensor) -> Tensor:
-        mask = default_mask.clone()
-        mask.view(-1)[::2] = 0
-        return mask

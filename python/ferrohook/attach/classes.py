@@ -90,25 +90,25 @@ class EqualToPlain(type):
     def __eq__(cls, other: object) -> Any:
         # A subclass of a generated class equals only itself. And Dynamo resolves `super()` by
         # equality in an MRO, which has both classes.
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         if plain is cls or sys._getframe(1).f_globals.get("__name__", "").startswith(_DYNAMO):
             return NotImplemented
         return cls is other or plain == other
 
     def __hash__(cls) -> int:
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         return super().__hash__() if plain is cls else hash(plain)
 
-    # What a module writes to `type(self)` is for all modules of its class.
+    # Writes of a module to `type(self)` are for all modules of its class.
     def __setattr__(cls, name: str, value: Any) -> None:
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         if plain is cls or name.startswith("__"):
             super().__setattr__(name, value)
         else:
             setattr(plain, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         if plain is cls or name in vars(cls):
             super().__delattr__(name)
         else:
@@ -123,11 +123,11 @@ class StandsForPlain(EqualToPlain):
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         return type.__instancecheck__(cls if plain is cls else plain, instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        _, plain = vars(cls).get("_made_from", (None, cls))
+        plain = _plain_if_made(cls)
         return type.__subclasscheck__(cls if plain is cls else plain, subclass)
 
 
@@ -159,6 +159,12 @@ def writers_of_class(cls: type) -> list[str]:
     """Lists the methods of a class that write to `type(self)`."""
     names = ("recompile", "_real_recompile") if issubclass(cls, fx.GraphModule) else ()
     return [name for name in names if hasattr(cls, name)]
+
+
+def _plain_if_made(cls: type) -> Any:
+    """Returns the plain class of a generated one; a subclass of a generated class for itself."""
+    _, plain = vars(cls).get("_made_from", (None, cls))
+    return plain
 
 
 def plain_class(cls: type) -> Any:

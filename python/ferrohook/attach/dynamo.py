@@ -88,10 +88,10 @@ def _show_hooks_to_transformers() -> None:
         if name == "_forward_hooks" and self.source and tx.f_globals is vars(transformer):
             registry = find_registry(self.value)
             if registry is not None:
-                at = AttrSource(self.source, Dispatcher.KEY)
                 wraps = isinstance(self.value, HookedBase)
-                at = AttrSource(self.source, "_registry") if wraps else AttrSource(at, "registry")
-                hooked = VariableTracker.build(tx, registry.hooked, AttrSource(at, "hooked"))
+                path = ("_registry",) if wraps else (Dispatcher.KEY, "registry")
+                at = functools.reduce(AttrSource, (*path, "hooked"), self.source)
+                hooked = VariableTracker.build(tx, registry.hooked, at)
                 if hooked.as_python_constant():  # guarded
                     none: VariableTracker = ConstantVariable.create(None)
                     return ConstDictVariable({none: none})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch.cuda import graphs
@@ -59,6 +59,10 @@ def find_registry(module: nn.Module) -> Registry | None:
     return dispatcher.registry
 
 
+_PASS_HOOKS_BY: Final = frozenset({transformer.__name__, graphs.__name__})
+"""Modules of torch that run nothing but tensors' operations where they see no hooks."""
+
+
 def shown_forward_hooks(module: nn.Module) -> Any:
     """Returns a module's own torch hooks, for a property `_forward_hooks`.
 
@@ -69,7 +73,7 @@ def shown_forward_hooks(module: nn.Module) -> Any:
     hooks = vars(module)["_forward_hooks"]
     if (
         torch.compiler.is_compiling()  # see `attach.dynamo`
-        or sys._getframe(1).f_globals.get("__name__") not in {transformer.__name__, graphs.__name__}
+        or sys._getframe(1).f_globals.get("__name__") not in _PASS_HOOKS_BY
     ):
         return hooks
     registry = find_registry(module)

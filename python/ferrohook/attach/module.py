@@ -80,7 +80,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     __slots__ = ()
 
-    # What `nn.Module.__call__` calls, as `super().__call__` in a method of the module's class does.
+    # Target of `nn.Module.__call__`, which methods of the module's class may call by `super()`.
     _call_impl: ClassVar[Any] = HookedBase.__call__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

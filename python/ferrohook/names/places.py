@@ -118,8 +118,6 @@ def hooks_at(
 ) -> list[HookGroup]:
     """Returns the forms of a hook that act at places as the hook does on selected modules.
 
-    A module selected under several names gets the hook once, under the first one.
-
     Args:
         places: by name.
         hook: for quantities an intervention, or a callable `hook(module, args, value)`.
@@ -132,9 +130,7 @@ def hooks_at(
     """
     if isinstance(hook, Route | Replay):
         return _routes_at(places, hook, at)
-    own = {name: place.module for name, place in places.items() if place.quantity is None}
-    first = {id(module): name for name, module in reversed(own.items())}
-    modules = {name: module for name, module in own.items() if first[id(module)] == name}
+    modules = {name: place.module for name, place in places.items() if place.quantity is None}
     groups = [HookGroup(phase, hook, modules, {})] if modules else []
     forms: dict[tuple[Any, ...], HookGroup] = {}
     for name, place in places.items():

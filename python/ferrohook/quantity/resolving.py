@@ -190,8 +190,15 @@ def _without_quantities(model: nn.Module, what: Any) -> Any:
 
 
 def hooked_places_of(model: nn.Module, what: Selector, phase: Phase) -> dict[str, Place]:
-    """Resolves the selector of a hook to places, as `places_of`; of modules in a phase."""
-    places = places_of(model, what)
+    """Resolves the selector of a hook to places, as `places_of`; of modules in a phase.
+
+    A module that is selected under several names is hooked once, under the first one.
+    """
+    found = places_of(model, what)
+    modules = {name: place.module for name, place in found.items() if place.quantity is None}
+    first = {id(module): name for name, module in reversed(modules.items())}
+    again = {name for name, module in modules.items() if first[id(module)] != name}
+    places = {name: place for name, place in found.items() if name not in again}
     if phase != "forward_pre":
         return places
     return {

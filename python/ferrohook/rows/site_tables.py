@@ -239,11 +239,7 @@ class TableSites(Sites):
                 reason = self._part_refusal(places, found, hook)
             self._check_entry(number, entry, places, reason)
             if isinstance(entry, HookEntry):
-                changed: set[int] = set()
                 for name, site in found.items():
-                    if places[name].quantity is None and site in changed:
-                        continue  # a shared module, under another name
-                    changed.add(site)
                     if any(site in each.sites for each in kept):
                         msg = (
                             f"the plan keeps {name!r} before it changes it, but sites keep after "

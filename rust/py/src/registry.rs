@@ -501,8 +501,9 @@ fn fired<'a>(
     repeats: bool,
 ) -> impl Iterator<Item = &'a Entry<Hook>> {
     let hooks = firing.into_iter().flat_map(Firing::iter);
-    let hooks = hooks.filter(move |it| repeats || (it.entry.enabled() && !it.ended()));
-    hooks.map(|it| it.entry).filter(|entry| !entry.removed())
+    let hooks = hooks
+        .filter(move |it| !it.entry.removed() && (repeats || (it.entry.enabled() && !it.ended())));
+    hooks.map(|it| it.entry)
 }
 
 type GlobalHook<'py> = (

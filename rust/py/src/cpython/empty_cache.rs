@@ -77,13 +77,11 @@ impl<const N: usize> EmptyCache<N> {
                 _ => fits = false,
             }
         }
-        if VERSIONS && fits {
-            self.guard.set(dict, version);
+        if VERSIONS {
+            self.guard.set(dict, if fits { version } else { 0 }); // 0 is no dict's
             for (length, fresh) in self.lengths.iter().zip(fresh.lengths) {
                 length.store(fresh.into_inner(), Ordering::Relaxed);
             }
-        } else {
-            self.guard.set(dict, 0); // no version
         }
         Ok(empty)
     }

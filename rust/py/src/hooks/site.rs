@@ -101,17 +101,11 @@ fn name_of(hook: &Bound<'_, PyAny>) -> PyResult<String> {
 
 /// Adds a note to an exception that left the hook of a description.
 pub fn annotate(py: Python<'_>, error: &PyErr, described: &str) {
-    let (note, error) = (
-        format!("ferrohook: raised by the {described}"),
-        error.value(py),
-    );
-    // A hook may raise one exception again and again.
+    let note = format!("ferrohook: raised by the {described}");
+    let error = error.value(py);
     let notes = error.getattr("__notes__");
-    if notes
-        .and_then(|notes| notes.contains(&note))
-        .unwrap_or(false)
-    {
-        return;
+    if notes.is_ok_and(|notes| notes.contains(&note).unwrap_or(false)) {
+        return; // a hook may raise one exception again and again
     }
     // An exception class may refuse notes; the exception itself matters more.
     let _ = error.call_method1("add_note", (note,));
