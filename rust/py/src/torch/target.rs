@@ -14,53 +14,16 @@ use crate::torch::{Torch, plain_class};
 pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole, its own torch hooks included.
     Module(&'a Bound<'py, PyAny>, &'a CallCache, &'a InstanceCache),
-    /// The module's `forward`; torch has no hooks as the call begins.
-    Forward(Forward<'a, 'py>, &'a InstanceCache),
+    /// The `forward` of the module's class; torch has no hooks as the call begins.
+    Forward(&'a CachedClass, &'a InstanceCache),
+    /// The `forward` of the module; torch has no hooks as the call begins.
+    OwnForward(Bound<'py, PyAny>, &'a InstanceCache),
     /// A callable in place of `forward`, or `forward` with torch's hooks; None: the callable runs
     /// these itself. As in torch it is looked up before the hooks run.
     Special(Bound<'py, PyAny>, Option<TorchHooks<'py>>),
     /// A replacement of `nn.Module.__call__`. It calls `_call_impl`, which runs the hooks; none
     /// runs around it.
     Outer(Bound<'py, PyAny>),
-}
-
-/// The `forward` of a module.
-pub enum Forward<'a, 'py> {
-    OfClass(&'a CachedClass),
-    /// The instance's own, or of a class that is not cached.
-    Other(Bound<'py, PyAny>),
-}
-
-impl<'a, 'py> Forward<'a, 'py> {
-    /// Finds it, if a call of the module would only run that.
-    fn find(
-        module: &Bound<'py, PyAny>,
-        cached: Option<&'a CachedClass>,
-        path: CallPath,
-    ) -> PyResult<Option<Self>> {
-        Ok(match (path, cached) {
-            (CallPath::Slow, _) => None,
-            (CallPath::Direct, Some(cached)) => Some(Self::OfClass(cached)),
-            _ => {
-                let forward = module.getattr(intern!(module.py(), "forward"))?;
-                Some(Self::Other(forward))
-            }
-        })
-    }
-
-    fn call(
-        &self,
-        module: &Bound<'py, PyAny>,
-        args: &Bound<'py, PyTuple>,
-        kwargs: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        match self {
-            Self::OfClass(cached) => {
-                invoke::call_with_first(cached.forward.bind(module.py()), module, args, kwargs)
-            }
-            Self::Other(forward) => invoke::call_with(forward, args, kwargs),
-        }
-    }
 }
 
 impl<'a, 'py> Target<'a, 'py> {
@@ -87,8 +50,8 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, None));
             }
         }
-        if let Some(forward) = Forward::find(module, cached, cache.path(torch, &state)?)? {
-            return Ok(Self::Forward(forward, cache));
+        if let Some(forward) = Self::forward(torch, module, cached, cache, &state)? {
+            return Ok(forward);
         }
         // Replacements of `_call_impl`, by `nn.Module.compile` or another library.
         for variable in [&torch.compiled_call, &torch.instance_call_impl] {
@@ -108,6 +71,25 @@ impl<'a, 'py> Target<'a, 'py> {
         Ok(Self::Special(forward, Some(TorchHooks(state))))
     }
 
+    /// Returns `module.forward` as the target, if a call would only run that; `state` is its instance
+    /// dict.
+    fn forward(
+        torch: &Torch,
+        module: &Bound<'py, PyAny>,
+        cached: Option<&'a CachedClass>,
+        cache: &'a InstanceCache,
+        state: &Bound<'py, PyDict>,
+    ) -> PyResult<Option<Self>> {
+        Ok(match (cache.path(torch, state)?, cached) {
+            (CallPath::Slow, _) => None,
+            (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached, cache)),
+            _ => {
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
+                Some(Self::OwnForward(forward, cache))
+            }
+        })
+    }
+
     pub fn call(
         &self,
         module: &Bound<'py, PyAny>,
@@ -118,8 +100,10 @@ impl<'a, 'py> Target<'a, 'py> {
             Self::Module(inner, class_cache, cache) => {
                 call_inner(inner, class_cache, cache, args, kwargs)
             }
-            Self::Forward(forward, _) => forward.call(module, args, kwargs),
-            Self::Special(callable, _) | Self::Outer(callable) => {
+            Self::Forward(cached, _) => {
+                invoke::call_with_first(cached.forward.bind(module.py()), module, args, kwargs)
+            }
+            Self::OwnForward(callable, _) | Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
         }
@@ -135,13 +119,15 @@ impl<'a, 'py> Target<'a, 'py> {
 
     /// Torch's hooks to run after the module that pre-hooks have added.
     pub fn added_hooks(&self, module: &Bound<'py, PyAny>) -> PyResult<Vec<TorchHook<'py>>> {
-        let Self::Forward(_, cache) = self else {
-            return Ok(Vec::new());
-        };
-        let state = instance_dict(module)?;
-        match cache.path(Torch::get(module.py())?, &state)? {
-            CallPath::Slow => TorchHooks(state).forward(),
-            CallPath::Direct | CallPath::InstanceForward => Ok(Vec::new()),
+        match self {
+            Self::Forward(_, cache) | Self::OwnForward(_, cache) => {
+                let state = instance_dict(module)?;
+                match cache.path(Torch::get(module.py())?, &state)? {
+                    CallPath::Slow => TorchHooks(state).forward(),
+                    CallPath::Direct | CallPath::InstanceForward => Ok(Vec::new()),
+                }
+            }
+            _ => Ok(Vec::new()),
         }
     }
 
@@ -173,9 +159,17 @@ fn call_inner<'py>(
         None => calls_forward(torch, &class)?,
     };
     if calls_forward {
-        let path = cache.path(torch, &instance_dict(module)?)?;
-        if let Some(forward) = Forward::find(module, cached, path)? {
-            return forward.call(module, args, kwargs);
+        // As in `Target::forward`, without a target: a tenth of the call.
+        match (cache.path(torch, &instance_dict(module)?)?, cached) {
+            (CallPath::Slow, _) => {}
+            (CallPath::Direct, Some(cached)) => {
+                let forward = cached.forward.bind(module.py());
+                return invoke::call_with_first(forward, module, args, kwargs);
+            }
+            _ => {
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
+                return invoke::call_with(&forward, args, kwargs);
+            }
         }
     }
     invoke::call_with(module, args, kwargs)
