@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.names.select import Selector
     from ferrohook.tokens.positions import At
-    from ferrohook.tokens.sequences import TokenStack
+    from ferrohook.tokens.stacks import TokenStack
 
 
 class _Stopped(enum.Enum):

@@ -17,7 +17,7 @@ from ferrohook.effects.interventions import Ablate, Add, Clamp, Scale
 from ferrohook.effects.routing import Replay, Route
 from ferrohook.errors import HookError
 from ferrohook.plans.entries import GateEntry, HookEntry, KeepEntry
-from ferrohook.tokens.sequences import OF_REQUEST
+from ferrohook.tokens.positions import OF_REQUEST
 from ferrohook.util.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
     from ferrohook._core import CallTokens, GateAggregation, NativeHook
     from ferrohook.names.places import Place
-    from ferrohook.tokens.sequences import TokenStack
+    from ferrohook.tokens.stacks import TokenStack
 
 
 _LONGEST: Final = 2**63 - 1

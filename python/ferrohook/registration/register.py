@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ferrohook.names.select import Selector
     from ferrohook.registration.scopes import Scope
     from ferrohook.tokens.positions import At
-    from ferrohook.tokens.sequences import TokenStack
+    from ferrohook.tokens.stacks import TokenStack
 
 Hook: TypeAlias = "Callable[..., Any] | TypedHook | NativeDetector | Intervention"
 """Hook: a callable of PyTorch's contract, a typed hook, a detector or an intervention."""

@@ -13,8 +13,10 @@ from ferrohook.attach.priorities import AHEAD_OF_ALL
 from ferrohook.errors import HookError, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.batches import Batch, models_of
-from ferrohook.tokens.positions import check_prompt
-from ferrohook.tokens.sequences import OF_REQUEST, Sequences, stacks_in
+from ferrohook.tokens.generate import in_callback
+from ferrohook.tokens.positions import OF_REQUEST, check_prompt
+from ferrohook.tokens.sequences import Sequences
+from ferrohook.tokens.stacks import stacks_in
 from ferrohook.util.arguments import expect
 from ferrohook.util.weak import weakly
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.tokens.positions import Tokens
-    from ferrohook.tokens.sequences import TokenStack
+    from ferrohook.tokens.stacks import TokenStack
 
 
 class _GenerationBatch(Batch):
@@ -60,7 +62,7 @@ class _GenerationBatch(Batch):
         self._running.append(None)
         if stack.inner and around is not None and stack.repeats(args, kwargs, around):
             return
-        if self._sequences.in_callback():
+        if in_callback():
             msg = (
                 "a logits processor of generate called the model with another text, as "
                 "guidance_scale has it do: no prompt has its rows. Leave it out"

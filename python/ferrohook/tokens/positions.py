@@ -7,7 +7,8 @@ cache holds count. `sequences` finds the positions of a call.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+import itertools
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ EVERYWHERE = slice(0, None)
 _NAMES = ("prompt", "last_prompt", "generated")
 PADDING = -1
 """Position of a padding token; any other negative one is padding too."""
+PAIR: Final = 2
+"""Number of the dimensions (batch, tokens)."""
+NUMBERS: Final = itertools.count(1)
+"""Ids of sequences, but for those of a member of batches."""
+OF_REQUEST: Final = 0
+"""Id of the sequences of a member of batches."""
 _FIRST, _LAST = -(2**63), 2**63 - 1
 """Limits of positions: an int past them is at no token."""
 
@@ -77,6 +84,11 @@ class Tokens(NamedTuple):
     """Ids or embeddings that the call was given."""
     mask: Any = None
     """The `attention_mask` that the call was given."""
+
+
+def unpadded(mask: Any) -> Any:
+    """Returns a mask of (batch, tokens) as bools: models take any number but 0 as 1."""
+    return mask != 0 if isinstance(mask, Tensor) and mask.dim() == PAIR else mask
 
 
 def check_prompt(at: At, tokens: Tokens, name: str) -> None:

@@ -23,7 +23,8 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.names.places import Head, Written
 from ferrohook.tokens.positions import check_prompt, mask_of
 from ferrohook.tokens.routes import TokenRoute
-from ferrohook.tokens.sequences import Sequences, no_tokens, stacks_in, stacks_of
+from ferrohook.tokens.sequences import Sequences
+from ferrohook.tokens.stacks import no_tokens, stacks_in, stacks_of
 from ferrohook.util.never_trace import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ferrohook.attach.attention import AttentionPoint
     from ferrohook.names.places import Place
     from ferrohook.tokens.positions import At, Tokens
-    from ferrohook.tokens.sequences import TokenStack
+    from ferrohook.tokens.stacks import TokenStack
 
 _HEADS_BEHIND_QUERIES: Final = DIMENSIONS["queries"].index("heads") - len(DIMENSIONS["queries"])
 
