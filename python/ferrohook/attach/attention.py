@@ -63,7 +63,6 @@ class AttentionPoint(nn.Module):
         super().__init__()
         self.name = name
         self._points = weakref.ref(points)
-        self._watched: weakref.ref[Dispatcher] | None = None
 
     @property
     def points(self) -> AttentionPoints:
@@ -125,7 +124,7 @@ class AttentionPoints:
         return type(None), ()
 
 
-_LOCK: Final = threading.RLock()  # reentrant: the end of a dispatcher runs `_update` anywhere
+_LOCK: Final = threading.RLock()  # reentrant: a finaliser may restore a point, which runs `_update`
 _KNOWN: Final[MutableMapping[nn.Module, AttentionPoints]] = WeakIdKeyDictionary()
 
 
@@ -157,15 +156,13 @@ def hold(point: AttentionPoint) -> None:
     """
     points = point.points
     with _LOCK:
-        # Alive until `_update` is through, so that its end comes later.
-        dispatcher = vars(point).get(_INSTRUMENTED)
+        dispatcher: Dispatcher | None = vars(point).get(_INSTRUMENTED)
         if dispatcher is not None:
-            update = functools.partial(_update, weakref.ref(points))
-            vars(point)["_watched"] = weakref.ref(dispatcher, update)
+            dispatcher.when_restored(functools.partial(_update, weakref.ref(points)))
         _update(weakref.ref(points))
 
 
-def _update(reference: weakref.ref[AttentionPoints], _ended: object = None) -> None:
+def _update(reference: weakref.ref[AttentionPoints]) -> None:
     """Lets an attention module have its points if one of them is instrumented, else not."""
     if _LOCK is None:  # the interpreter ends, and has cleared this module
         return

@@ -3,8 +3,8 @@
 # `type(module)` becomes a subclass of the module's class with the same layout, generated once for
 # each class (`classes.py`). `__class__` names the plain class, and assigning it (parametrize,
 # FSDP2) changes the plain one underneath. Calls of `instrument`, `register` and `capture` are
-# counted; the last to leave gives the module back. docs/decisions.md says why the class changes, and
-# not `nn.Module.__call__`.
+# counted; the last to leave gives the module back. docs/decisions.md says why the class changes,
+# and not `nn.Module.__call__`.
 
 from __future__ import annotations
 

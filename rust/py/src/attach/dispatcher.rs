@@ -57,6 +57,8 @@ pub struct Dispatcher {
     pub guard: Mutex<Option<Py<PyAny>>>,
     /// Attachments of global hooks.
     pub global_hooks: Releases,
+    /// Called once the module is restored.
+    when_restored: Mutex<Option<Py<PyAny>>>,
 }
 
 #[pymethods]
@@ -82,6 +84,13 @@ impl Dispatcher {
     #[getter]
     pub fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
         self.registry.bind(py)
+    }
+
+    /// Sets what is called, once, after the module was restored.
+    fn when_restored(&self, call: Py<PyAny>) {
+        // The one before is dropped without the lock: that may run any code.
+        let before = self.when_restored.lock().replace(call);
+        drop(before);
     }
 
     /// Key of the dispatcher in a module's `__dict__`.
@@ -141,7 +150,14 @@ impl Dispatcher {
             shares_hooks: false,
             guard: Mutex::default(),
             global_hooks: Releases::default(),
+            when_restored: Mutex::default(),
         }
+    }
+
+    /// Calls what waits for the module to be restored.
+    pub fn tell_restored(&self, py: Python<'_>) -> PyResult<()> {
+        let call = self.when_restored.lock().take();
+        call.map_or(Ok(()), |call| call.call0(py).map(drop))
     }
 
     /// Counts one more reason for the module to be instrumented; `explicit`: a call of

@@ -40,7 +40,7 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     if !dispatcher.get().shares_hooks {
         dispatcher.get().registry(py).get().clear(None);
     }
-    restored
+    restored.and(dispatcher.get().tell_restored(py))
 }
 
 /// Gives an instrumented module its plain class back and takes its dispatcher out, for callers that
