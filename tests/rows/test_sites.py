@@ -322,7 +322,19 @@ def test_a_warm_batch_waits_for_nothing_before_its_rows_are_read(model: Model, k
 
 
 @pytest.mark.cuda
-def test_failures_at_sites_are_known_when_their_rows_are_read(model: Model) -> None:
+@pytest.mark.parametrize("rows", [0, 4, 9])
+def test_calls_outside_of_batches_may_have_any_number_of_rows(model: Model, rows: int) -> None:
+    model, x = model.cuda(), torch.randn(rows, WIDTH, device="cuda")
+    plain = model(x)
+    for kinds in ((), (fh.Scale,)):
+        laid: Any = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "kinds": kinds}
+        with torch.no_grad(), fh.rows.sites(model, "layers.*", **laid):
+            assert torch.equal(model(x), plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 3])
+def test_failures_at_sites_are_known_when_their_rows_are_read(model: Model, rows: int) -> None:
     model, calls = model.cuda(), [1, 2, 1]
     with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
         prepared = fh.Plan(fh.keep("layers.*")).prepare(model)
@@ -333,12 +345,12 @@ def test_failures_at_sites_are_known_when_their_rows_are_read(model: Model) -> N
                 for _ in range(count):
                     model(torch.randn(4, WIDTH, device="cuda"))
         with fh.batch({late: 0}, size=4):
-            model.layers[0](torch.randn(3, WIDTH, device="cuda"))
+            model.layers[0](torch.randn(rows, WIDTH, device="cuda"))
         late.close()
     assert [*requests[0].acts] == [*requests[2].acts] == [f"layers.{at}" for at in range(3)]
     assert requests[0].error is None
     assert "2 times" in str(requests[1].error)
-    assert "3 rows in 1 call" in str(late.error)
+    assert f"{rows} rows in 1 call" in str(late.error)
     assert not late.acts
 
 

@@ -200,7 +200,7 @@ def _flat(x: Tensor, kept: Tensor, places: Tensor, dim: int) -> Tensor | None:
     """Returns the rows of an output as the table keeps them; None if they do not fit."""
     rows = x.movedim(dim, 0)[: len(places)]
     fits = rows.numel() == len(rows) * kept.shape[1]
-    return rows.reshape(len(rows), -1) if fits else None
+    return rows.reshape(len(rows), kept.shape[1]) if fits else None
 
 
 def _changed_by_hooks(x: Tensor, residual: Tensor | None, key: Tensor) -> Tensor | None:
