@@ -79,6 +79,15 @@ def test_a_prepared_plan_without_its_model_says_so() -> None:
         prepared.places(0)
 
 
+def test_without_a_capture_reads_say_that_none_was_asked_for() -> None:
+    model, plan = Net(WIDTH), fh.Plan(fh.on("act", ignore))
+    with plan.open(model) as request:
+        model(X)
+    for acts in (request.acts, fh.run(model, X, plan=plan).acts, fh.run(model, X).acts):
+        with pytest.raises(fh.SelectionError, match=r"no capture= or keep\(\) selected any module"):
+            acts["act"]
+
+
 def test_a_width_that_is_not_known_is_told_at_the_first_call() -> None:
     model = Net(WIDTH)
     plan = fh.Plan(fh.on("embed", ignore), fh.on("act", fh.Ablate(torch.ones(9))))

@@ -242,7 +242,7 @@ class CapturedView(CapturedBase, Mapping[str, Any]):
         )
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
-        state, reason = "was not selected", ""
+        state, reason = "was not selected" if self._parts else "", ""
         for part in self._parts:
             if (place := part.places.get(name)) is not None:
                 if found := part.read(place, stale=stale):

@@ -109,7 +109,7 @@ def run(
     if plan is not None:
         request = plan.open(model) if isinstance(plan, Plan) else plan.open()
         request.stacklevel = 3  # of this function's caller
-        acts = request.acts if keeps else acts
+        acts = request.acts
     with request or nothing, Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
         if session is not None:
