@@ -78,7 +78,7 @@ class EngineRequest:
     """Position from which its plan may change keys and values; None if it changes none."""
     reads_logits: bool = dataclasses.field(init=False, default=False)
     """True if a gate of its plan reads the logits that the engine samples from."""
-    start: int = dataclasses.field(init=False, default=0)
+    start: int = dataclasses.field(init=False)
     """First position that ran for it; those before are its parent's."""
     end: int = dataclasses.field(init=False, default=0)
     """Position after its last row."""
