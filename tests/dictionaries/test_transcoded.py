@@ -122,6 +122,12 @@ def test_it_reads_what_the_entries_before_it_left() -> None:
     torch.testing.assert_close(by_hand["after"], shifted + change(own, 3, 4.0, plain()[READS]))
 
 
+def test_it_may_read_where_it_writes() -> None:
+    own = transcoder(reads=WRITES)
+    found = kept(fh.on(WRITES, fh.Feature(own, 3, set=4.0)))
+    torch.testing.assert_close(found, plain()[WRITES] + change(own, 3, 4.0, plain()[WRITES]))
+
+
 def test_while_generating() -> None:
     own = transcoder("jumprelu")
     arguments = {"max_new_tokens": 4, "do_sample": False}

@@ -66,6 +66,8 @@ class Engine:
         self.spoil: Callable[[dict[str, Tensor], int], object] = lambda _acts, _rank: None
         """Changes what comes of a replay on a rank."""
         self.served = 0
+        self.again = False
+        """True if the last request had the second prompt."""
 
     def outcomes(self) -> dict[str, dict[str, str | None]]:
         made = Proof(self.modules, 100, 2**20)
@@ -76,6 +78,7 @@ class Engine:
 
     def serve(self, ids: Tensor, plan: Plan, *, eagerly: bool, again: bool) -> Served:
         self.served += 1
+        self.again = again
         ids = ids.flip(0) if again else ids
         call = self.model if eagerly else self.graph
         found = []
@@ -240,11 +243,8 @@ def test_rounding_is_admitted(model: Model) -> None:
 def test_a_row_of_another_expert_is_admitted_if_other_prompts_agree(
     model: Model, *, again: bool
 ) -> None:
-    times = []
-
     def flipped(acts: dict[str, Tensor], _rank: int) -> None:
-        if "layers.1" in acts and (again or len(times) < len(FORMS) - 1):  # requests of one prompt
-            times.append(1)
+        if "layers.1" in acts and (again or not engine.again):
             acts["layers.1"] = acts["layers.1"] * torch.tensor([[1.0], [0.5]])
 
     with HookSites(model, dict.fromkeys(SITES), in_place=True).opened():

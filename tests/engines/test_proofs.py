@@ -372,6 +372,7 @@ VECTOR = torch.ones(HEADS[1])
         (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "width of 24, but the head of @z.1 has 8"),
         (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, but the tensor @attn_out.1 has 24"),
         (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
+        (fh.on("layers.1", fh.Zero(), phase="forward_pre"), "but 'layers.1' has several"),
         (fh.keep("@z.1.3"), "@z.1.3 names no head: @z.1 has heads 0 to 2"),
         (fh.keep("@z.1.0", slice=(..., 0)), "captured whole"),
         (fh.on("@z.1.0", fh.Add(torch.ones(WIDTH))), "width of 24, but the tensor @z.1.0 has 8"),
@@ -386,6 +387,20 @@ def test_an_entry_that_does_not_fit_is_refused_at_the_front_end(entry: Any, reas
     front = ModuleTable.from_json(modules.to_json())
     with pytest.raises(ValueError, match=reason):
         rewritten(fh.Plan(entry), front)
+
+
+@pytest.mark.parametrize(("index", "meant"), [(None, "sum"), (0, 0), (1, 1)])
+def test_entries_act_at_the_part_that_they_name(index: Any, meant: Any) -> None:
+    """Without one, at the stream of a layer that returns (hidden, residual)."""
+    _, modules = looked_at()
+    plan = fh.Plan(
+        fh.on("layers.1", fh.Zero(output_index=index)),
+        fh.keep("layers.1", output_index=index),
+        fh.gate("g", "layers.1", fh.Norm(), output_index=index),
+    )
+    hook, *read = rewritten(plan, modules).entries
+    assert [hook.hook.output_index] == [meant]
+    assert [entry.options["output_index"] for entry in read] == [meant] * 2
 
 
 def test_names_are_kept_and_vectors_spread_over_heads() -> None:

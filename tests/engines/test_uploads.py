@@ -141,6 +141,11 @@ HOSTILE: list[tuple[bytes, str]] = [
 
 def put(uploads: Uploads, content: bytes, kind: str = "dictionaries") -> httpx.Response:
     """Uploads to routes whose engine has nothing else."""
+    return call(uploads, "PUT", kind, content)
+
+
+def call(uploads: Uploads, method: str, path: str, content: bytes = b"") -> httpx.Response:
+    """Calls one of the routes of uploads."""
     fastapi = pytest.importorskip("fastapi")
     httpx = pytest.importorskip("httpx")
     from support.upload_routes import Routes  # noqa: PLC0415 (needs fastapi)
@@ -151,7 +156,7 @@ def put(uploads: Uploads, content: bytes, kind: str = "dictionaries") -> httpx.R
     async def run() -> Any:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.put(f"/v1/ferrohook/{kind}", content=content)
+            return await client.request(method, f"/v1/ferrohook/{path}", content=content)
 
     found: httpx.Response = asyncio.run(run())
     return found
@@ -184,6 +189,17 @@ def test_uploads_beyond_the_limits_are_refused(content: bytes, status: int, reas
     assert put(uploads, body()).json()["sae"]["digest"] == digest_of(SAE)
     larger = dictionary_of("relu", name="more")
     assert "more than vectors_bytes=" in put(uploads, packed_uploads({"more": larger})).text
+
+
+def test_an_upload_is_dropped_at_the_route_of_its_kind() -> None:
+    uploads = uploaded(SAE)
+    assert put(uploads, packed_uploads({"v": torch.ones(3)}), "vectors").is_success
+    for path in ("dictionaries/v", "vectors/sae"):
+        assert call(uploads, "DELETE", path).status_code == 404
+    assert [*uploads] == ["sae", "v"]
+    for path in ("dictionaries/sae", "vectors/v"):
+        assert call(uploads, "DELETE", path).is_success
+    assert not uploads
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/../b", "a\nb", "a\0"])

@@ -163,6 +163,13 @@ class Pairs(nn.Module):
         return x.sin(), x * 3
 
 
+class Nested(Pairs):
+    """Returns the pair with a tensor ahead of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("hook", "kinds"),
     [
@@ -172,16 +179,18 @@ class Pairs(nn.Module):
         (fh.Add(torch.ones(WIDTH)), ()),
     ],
 )
-def test_a_sum_is_changed_in_its_hidden_state(hook: fh.Intervention, kinds: Any) -> None:
-    model, x = nn.Sequential(Pairs()), torch.randn(5, WIDTH)
-    hidden, residual = model(x)
-    changed = type(hook)(*hook.values, output_index="sum")
-    plan = fh.Plan(fh.on("0", changed), fh.keep("0", output_index="sum"))
-    laid: Any = {"max_rows": 8, "width": WIDTH, "output_index": "sum", "dtype": x.dtype}
+@pytest.mark.parametrize("part", ["sum", (1, "sum")])
+def test_a_sum_is_changed_in_its_hidden_state(hook: fh.Intervention, kinds: Any, part: Any) -> None:
+    nested = part != "sum"
+    model, x = nn.Sequential(Nested() if nested else Pairs()), torch.randn(5, WIDTH)
+    hidden, residual = model(x)[1] if nested else model(x)
+    changed = type(hook)(*hook.values, output_index=part)
+    plan = fh.Plan(fh.on("0", changed), fh.keep("0", output_index=part))
+    laid: Any = {"max_rows": 8, "width": WIDTH, "output_index": part, "dtype": x.dtype}
     with fh.rows.sites(model, "0", max_requests=2, kinds=kinds, **laid):
         request = plan.prepare(model).open()
         with fh.batch({request: [1, 3]}, size=5):
-            new, same = model(x)
+            new, same = model(x)[1] if nested else model(x)
     torch.testing.assert_close(new[[1, 3]] + same[[1, 3]], hook.apply((hidden + residual)[[1, 3]]))
     assert torch.equal(new[[0, 2, 4]], hidden[[0, 2, 4]])
     assert torch.equal(same, residual)
