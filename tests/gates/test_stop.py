@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import operator
@@ -312,6 +313,39 @@ def test_a_stop_in_one_thread_ends_no_text_of_another() -> None:
         texts = [*pool.map(request.wrap(generate), [[4, 5, 6], [5, 6, 7]])]
     assert END not in texts[0]
     assert texts[1] == [5, 6, 7, END]
+
+
+class Guided(transformers.LlamaForCausalLM):
+    """Runs a second text, with a cache of its own, in each call."""
+
+    other: Any = None
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        output = super().forward(input_ids, **options)
+        if self.other is not None:
+            cache = {name: self.other for name in options if "cache" in name and name[0] != "u"}
+            self.model(torch.full_like(input_ids, 5), use_cache=True, **cache)
+        return output
+
+
+def test_a_second_text_of_a_forward_takes_no_stop_of_the_first() -> None:
+    guided = copy.deepcopy(model())
+    guided.__class__ = Guided
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PADDING}
+    plain = guided.generate(**PROMPT, **options)[0].tolist()
+    assert plain[4] != 5
+    vector = guided.get_input_embeddings().weight[plain[4]]
+    plan = fh.Plan(
+        fh.gate("g", "model.embed_tokens", fh.Cosine(vector), at="generated"),
+        fh.stop(when=fh.above("g", 0.99)),
+    )
+    guided.other = transformers.DynamicCache()
+    with plan.open(guided) as request:
+        found = guided.generate(**PROMPT, **options)[0].tolist()
+    end = plain.index(plain[4], 3)
+    assert found == [*plain[: end + 1], END]
+    assert request.stopped == [("g", end, 0)]
 
 
 def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:

@@ -359,6 +359,35 @@ def test_a_gate_reads_each_text_of_a_call() -> None:
     for zeroed, expected in zip(request.acts[SIAMESE], values > limit, strict=True):
         assert torch.equal((zeroed[0] == 0).all(-1), expected)
     assert not torch.equal(*(values > limit))
+    with (
+        pytest.raises(fh.errors.RowsError, match="other texts begin in this batch"),
+        fh.rows.generating([plan.prepare(model).open()]),
+    ):
+        model(ids, ones, others, ones)
+
+
+class Edited(Siamese):
+    """Replaces ids that are no tokens, and the numbers of documents in a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.bert(input_ids.clamp(min=0), attention_mask=attention_mask > 0)
+        head: Tensor = self.head(hidden.last_hidden_state)
+        return head
+
+
+@torch.no_grad()
+def test_a_text_that_the_model_edits_ahead_of_an_inner_call_is_one_text() -> None:
+    plan = fh.Plan(
+        fh.gate("g", "bert.embeddings", fh.Norm()),
+        fh.on("head", fh.Zero(), when=fh.above("g", 0.0)),
+    )
+    with plan.open(model := Edited()):
+        changed = model(torch.tensor([[5, -100, 7, 8]]), torch.tensor([[1, 1, 2, 2]]))
+    assert not changed.any()
 
 
 class Embedded(nn.Module):

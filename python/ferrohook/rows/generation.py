@@ -61,6 +61,7 @@ class _GenerationBatch(Batch):
         around = next((each for each in reversed(self._running) if each is not None), None)
         self._running.append(None)
         if stack.inner and around is not None and stack.repeats(args, kwargs, around):
+            self._check_text(stack, module, around.number)
             return
         if in_callback():
             msg = (
@@ -69,12 +70,7 @@ class _GenerationBatch(Batch):
             )
             raise RowsError(msg)
         tokens = self._sequences.find(stack, module, args, kwargs)
-        if not stack.encoder and self._texts.setdefault(module, tokens.number) != tokens.number:
-            msg = (
-                "other texts begin in this batch, and their rows would mix with those before: make "
-                "a batch with generating for each call of generate, with requests opened for it"
-            )
-            raise RowsError(msg)
+        self._check_text(stack, module, tokens.number)
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
             msg = (
@@ -92,6 +88,14 @@ class _GenerationBatch(Batch):
         lengths = {} if tokens.lengths is None else {it: self._places[it] for it in untold}
         prompts = both[:, 0].tolist()
         self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
+
+    def _check_text(self, stack: TokenStack, module: nn.Module, number: int) -> None:
+        if not stack.encoder and self._texts.setdefault(module, number) != number:
+            msg = (
+                "other texts begin in this batch, and their rows would mix with those before: make "
+                "a batch with generating for each call of generate, with requests opened for it"
+            )
+            raise RowsError(msg)
 
     def accept(self, tokens: int, _sequences: int) -> None:
         """Takes back the rows of rejected drafts; `tokens`: number of accepted ones."""

@@ -102,9 +102,21 @@ class Sequences:
             known[address] = (weakref.ref(key, lambda _: known.pop(address, None)), value)
 
     def find(
-        self, stack: TokenStack, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        stack: TokenStack,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outer: Tokens | None = None,
     ) -> Tokens:
         """Finds the tokens of a call.
+
+        Args:
+            stack: the module, as what takes tokens.
+            module: the module.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            outer: tokens of the call around it, which it does not repeat.
 
         Raises:
             HookError: their positions are not known.
@@ -112,7 +124,9 @@ class Sequences:
         call = _StackCall(stack, stack.arguments(args, kwargs))
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
         past = call.past(before)
-        generation = None if stack.encoder else self._generation(module, call, past)
+        # With as many tokens as the call around it, it runs another text, such as one of guidance.
+        other = outer is not None and call.given.shape[:2] == outer.positions.shape
+        generation = None if stack.encoder or other else self._generation(module, call, past)
         if before is not None and call.has_other_rows(before, reorders=generation is not None):
             before = before.of_other_rows(call.batch)
         if generation is not None and call.cache is None and generation.has_run:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ferrohook.errors import HookError
 from ferrohook.tokens.caches import given_cache
-from ferrohook.tokens.positions import PAIR
+from ferrohook.tokens.positions import PAIR, unpadded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ class TokenStack(NamedTuple):
         cache, mask = given_cache(arguments), arguments.get(f"{self.prefix}attention_mask")
         if cache is not None and cache is outer.cache:
             return True
-        return not (_differ(given, outer.given) or _differ(mask, outer.mask))
+        return not (_differ(given, outer.given) or _differ(mask, outer.mask, as_bools=True))
 
 
 def no_tokens(name: str, prefix: str = "") -> HookError:
@@ -197,20 +197,24 @@ def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None
     raise HookError(msg)
 
 
-def _differ(one: Any, other: Any) -> bool:
-    """True if two ids or two masks of one shape differ.
+def _differ(inner: Any, outer: Any, *, as_bools: bool = False) -> bool:
+    """True if the ids, or the masks, of a call differ from those of the call around it.
 
-    Embeddings do not count: a model may change them before its inner call.
+    A model may change embeddings ahead of its inner call, and replace negative ids, which are no
+    tokens: these do not count.
     """
-    if not all(isinstance(each, Tensor) and each.dim() == PAIR for each in (one, other)):
+    if not all(isinstance(each, Tensor) and each.dim() == PAIR for each in (inner, outer)):
         return False
-    if one is other or one.shape != other.shape:
-        return False
-    if one.is_floating_point() != other.is_floating_point():
-        return False  # a part that gets embeddings for `input_ids`
 
     def memory(tensor: Tensor) -> Any:
         return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.stride()
 
     # The host waits for a GPU that compares, so the same memory is not compared.
-    return memory(one) != memory(other) and bool((one != other.to(one.device)).any())
+    if inner.shape != outer.shape or memory(inner) == memory(outer):
+        return False
+    if as_bools:
+        inner, outer = unpadded(inner), unpadded(outer)
+    if inner.is_floating_point() != outer.is_floating_point():
+        return False  # a part that gets embeddings for `input_ids`
+    outer = outer.to(inner.device)
+    return bool(((inner != outer) & (outer >= 0)).any())

@@ -222,10 +222,11 @@ def _find_positions(
     if isinstance(tracker, Tracker):
         _refuse_positioned_batch(module)
     around: tuple[Tokens, Sequences] | None = tracker.tokens_around
-    if stack.inner and around is not None and stack.repeats(args, kwargs, around[0]):
+    outer = around[0] if stack.inner and around is not None else None
+    if outer is not None and stack.repeats(args, kwargs, outer):
         tracker.inherit_tokens()
         return
-    found = tracker.sequences.find(stack, module, args, kwargs)
+    found = tracker.sequences.find(stack, module, args, kwargs, outer)
     for at in tracker.plan_positions:
         check_prompt(at, found, module._get_name())
     masks = tuple(mask_of(at, found) for at in tracker.plan_positions)

@@ -338,8 +338,9 @@ impl GateReadings {
         };
         let message = format!(
             "gate {name} has not read the token at {place} yet: it reads later in the forward than \
-             the hook that depends on it, or the token ran before this request. Let it read at an \
-             earlier place, from the first token on{lag}"
+             the hook that depends on it, or in an inner call with other ids or another mask, or the \
+             token ran before this request. Let it read at an earlier place, from the first token \
+             on{lag}"
         );
         Err(Failure::Unread(hook_error(py, message)))
     }
