@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -717,6 +718,22 @@ def test_a_cache_that_is_cut_back_leaves_the_readings_of_others() -> None:
             model()(IDS, past_key_values=cache)
         one.crop(-3)
         for cache in (one, other):
+            model()(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("others", [63, 64])
+def test_the_readings_of_the_last_64_sequences_are_kept(others: int) -> None:
+    plan = fh.Plan(
+        fh.gate("g", f"{LAYERS}.0", fh.Norm(), over="so_far"),
+        fh.on(f"{LAYERS}.1", fh.Zero(), when=fh.above("g", 0)),
+    )
+    cache = transformers.DynamicCache()
+    with plan.open(model()):
+        model()(IDS, past_key_values=cache)
+        for _ in range(others):
+            model()(IDS[:, :1])
+        lost = pytest.raises(fh.HookError, match="at least 64 other sequences ago")
+        with lost if others >= 64 else contextlib.nullcontext():
             model()(IDS[:, :1], past_key_values=cache)
 
 

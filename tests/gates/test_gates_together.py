@@ -299,7 +299,7 @@ def test_functions_get_the_positions_of_all_rows_of_a_request() -> None:
     assert seen == [(2, 3)]
 
 
-@pytest.mark.parametrize("index", [[0, 1], [1, 0], [0, 1, 0], [0, 2, 1, 0]])
+@pytest.mark.parametrize("index", [[0, 1], [1, 0], [0, 1, 0], [0, 0, 1], [0, 2, 1, 0]])
 @torch.no_grad()
 def test_gathered_rows_in_any_order_are_read_once(index: list[int]) -> None:
     model = stack()
@@ -319,6 +319,24 @@ def test_gathered_rows_in_any_order_are_read_once(index: list[int]) -> None:
         model(ids)
     assert request.error is None
     torch.testing.assert_close(request.acts["@gate.g"], whole.acts["@gate.g"])
+
+
+@pytest.mark.parametrize("index", [[0, 1, 2], [2, 0, 1], [0, 0, 1, 2], [1, 2, 0, 1]])
+@torch.no_grad()
+def test_gathered_tokens_in_any_order_are_read_once(index: list[int]) -> None:
+    model = stack()
+    gate = fh.gate("g", "layers.0", fh.Norm(), over="so_far", by="mean")
+    plan = fh.Plan(gate, fh.keep("@gate.g"))
+    with plan.prepare(model).open() as whole:
+        model(torch.tensor([[1, 2, 3]]))
+    request = plan.prepare(model).open()
+    model.index = torch.tensor(index)
+    positions = torch.tensor([0, 1, 2, 0])
+    gathered = {"layers.*": model.index}
+    with fh.batch({request: slice(0, 3)}, positions=positions, gathered=gathered):
+        model(torch.tensor([1, 2, 3, 4]))
+    assert request.error is None
+    torch.testing.assert_close(request.acts["@gate.g"], whole.acts["@gate.g"].flatten())
 
 
 class Infinite(nn.Module):

@@ -35,16 +35,18 @@ pub struct RowReadings {
 pub type MadeOf = (Vec<f64>, Vec<Option<Py<PyAny>>>, Vec<usize>);
 
 impl RowReadings {
-    /// Stores readings at ascending positions. A token that runs again keeps its first one.
+    /// Stores readings at positions. A token that runs again, or stands in several places, keeps its
+    /// first one.
     pub fn add(&mut self, positions: &[Position], readings: &[f64]) {
-        if self.positions.last() < positions.first() {
+        let ascending = positions.is_sorted_by(|one, next| one < next);
+        if ascending && self.positions.last() < positions.first() {
             self.positions.extend(positions);
             self.readings.extend(readings);
             return;
         }
         let own = self.positions.iter().zip(&self.readings);
-        let mut stored: BTreeMap<_, _> = positions.iter().zip(readings).collect();
-        stored.extend(own);
+        let given = positions.iter().zip(readings).rev();
+        let stored: BTreeMap<_, _> = given.chain(own).collect(); // the last of a position counts
         if stored.len() > self.positions.len() {
             // Readings before others: later values have changed.
             (self.positions, self.readings) = stored.into_iter().unzip();

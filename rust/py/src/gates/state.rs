@@ -215,7 +215,7 @@ impl GateReadings {
     }
 
     /// Stores readings of the tokens of a call, one for each. `graphs`: the same as tensors with a
-    /// gradient. Raises if one is NaN, or if a position stands twice in a row of the call.
+    /// gradient. Raises if one is NaN.
     pub fn add(
         &self,
         py: Python<'_>,
@@ -228,18 +228,7 @@ impl GateReadings {
         let mut start = 0;
         for of_row in tokens.by_row() {
             let end = start + of_row.positions.len();
-            let (mut positions, mut own) = (of_row.positions, &readings[start..end]);
-            let sorted: (Vec<_>, Vec<_>);
-            if !positions.is_sorted_by(|one, next| one < next) {
-                let mut pairs: Vec<_> =
-                    positions.iter().copied().zip(own.iter().copied()).collect();
-                pairs.sort_by_key(|it| it.0);
-                if let Some(twice) = pairs.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-                    return Err(read_twice(py, gate, twice[0].0));
-                }
-                sorted = pairs.into_iter().unzip();
-                (positions, own) = (&sorted.0, &sorted.1);
-            }
+            let (positions, own) = (of_row.positions, &readings[start..end]);
             if let Some(place) = own.iter().position(|it| it.is_nan()) {
                 let (name, position) = (shown(py, &gate.name), positions[place].0);
                 let message = format!("gate {name} is NaN at position {position}");
@@ -326,7 +315,7 @@ impl GateReadings {
         if last > Some(start) {
             let message = format!(
                 "gate {name} did not read the tokens at {place}: they ran before this request, \
-                 without the module that it reads, or more than {MOST_SEQUENCES} other sequences \
+                 without the module that it reads, or at least {MOST_SEQUENCES} other sequences \
                  ago. Run the whole sequence in the request"
             );
             return Err(Failure::Error(hook_error(py, message)));
@@ -388,14 +377,4 @@ fn check_prompt(py: Python<'_>, gate: &GateAggregation, prompt: Option<i64>) -> 
         return Err(hook_error(py, message));
     }
     gate.at.as_ref().map_or(Ok(()), |at| at.check(py, prompt))
-}
-
-fn read_twice(py: Python<'_>, gate: &GateAggregation, position: Position) -> PyErr {
-    let message = format!(
-        "gate {} reads two tokens at position {} of one row: texts that share a row cannot be told \
-         apart, give each a row",
-        shown(py, &gate.name),
-        position.0
-    );
-    hook_error(py, message)
 }
