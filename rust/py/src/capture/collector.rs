@@ -320,7 +320,8 @@ impl Collector {
     /// Reads the last value of a name if it can be returned as stored: an unchanged tensor that needs
     /// no copy and is no part of a batch.
     pub fn plain<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) || self.transformed() {
+        // Converted ones may be on their way from a GPU.
+        if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) {
             return Ok(None);
         }
         let tensor = {

@@ -123,10 +123,6 @@ impl MaskedHook {
 }
 
 impl Native for MaskedHook {
-    fn native_in(&self, phase: Phase) -> bool {
-        phase == Phase::Forward || (phase == Phase::ForwardPre && self.intervenes)
-    }
-
     fn changes(&self) -> bool {
         true
     }

@@ -29,10 +29,6 @@ impl Native for LastHook {
         true
     }
 
-    fn runs_python(&self) -> bool {
-        true
-    }
-
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
         let kwargs = turn

@@ -58,7 +58,7 @@ impl Around for Batches {
 impl<'py> Between<'py> for MemberHooks<'py> {
     fn is_empty(&self, gap: usize) -> bool {
         match &self.hooks {
-            FoundHooks::Program(_) => gap > 0,
+            FoundHooks::Program(_) => false, // the phase has no other hooks: one gap
             FoundHooks::Each(_) => self.in_gap(gap).next().is_none(),
         }
     }
