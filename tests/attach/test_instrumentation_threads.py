@@ -112,6 +112,37 @@ assert off == [True] * 4 + [False] * 4, off
     assert_ends_well(run_with_torch(code))
 
 
+def test_threads_change_the_class_of_a_module_one_after_the_other() -> None:
+    # In a separate process, as audit hooks stay. CPython calls them for each change of class.
+    code = """
+import threading
+import time
+module = nn.Linear(2, 2)
+inside, most = [], []
+
+def look(event, arguments):
+    if event == "object.__setattr__" and arguments[0] is module and arguments[1] == "__class__":
+        inside.append(event)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.pop()
+
+def change():
+    for _ in range(50):
+        with fh.instrument(module):
+            pass
+
+sys.addaudithook(look)
+threads = [threading.Thread(target=change) for _ in range(4)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+assert set(most) == {1}, most
+"""
+    assert_ends_well(run_with_torch(code))
+
+
 @pytest.mark.usefixtures("switch_often")
 def test_each_restore_of_concurrent_threads_undoes_one_instrument() -> None:
     model = small()

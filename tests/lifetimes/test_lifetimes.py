@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,19 @@ def test_removed_hooks_among_many_live_ones_are_freed_eventually() -> None:
             most = max(most, len(watched))
     assert most <= len(live) + 100
     assert len(hooked.hooks()) == len(live)
+
+
+def test_a_scope_drops_what_it_would_release_once_that_is_released() -> None:
+    model = nn.Sequential(nn.Identity())
+    with fh.scope() as scope:
+        attachments = []
+        for _ in range(1000):
+            group = fh.register(model, "0", Hook(), scope=scope)
+            group.remove()
+            attachments.append(group.attachment)
+            del group
+        references = [sys.getrefcount(each) for each in attachments]
+    assert references.count(references[-1]) < 100  # the scope has the last one still
 
 
 @on_linux

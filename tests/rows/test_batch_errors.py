@@ -247,6 +247,7 @@ def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:
     error = RuntimeError("the client left")
     with fh.batch({small: slice(0, 2), late: 2, ended: 3}):
         assert ended.fail(error)
+        assert not ended.fail(ValueError("a later one"))
         out = model(x)
     assert torch.equal(out, model(x))
     assert isinstance(small.error, fh.errors.CaptureBudgetError)

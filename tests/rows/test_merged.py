@@ -166,6 +166,37 @@ def test_a_request_that_does_not_fit_leaves_the_others(model: nn.Sequential) -> 
     assert torch.equal(out, model[2](h))
 
 
+@pytest.mark.parametrize(
+    "misfit", [torch.ones(WIDTH - 1), torch.ones(WIDTH, dtype=torch.complex64)]
+)
+def test_a_vector_that_does_not_fit_is_found_before_hooks_run(
+    model: nn.Sequential, misfit: Tensor
+) -> None:
+    scopes = [fh.scope(), fh.scope()]
+    handles = [
+        handle
+        for scope, vector in zip(scopes, (torch.ones(WIDTH), misfit), strict=True)
+        for handle in fh.register(model, "1", fh.Add(vector), scope=scope)
+    ]
+    with fh.batch({scope: row for row, scope in enumerate(scopes)}):
+        model(torch.randn(2, WIDTH))
+    assert [handle.calls for handle in handles] == [1, 1]
+
+
+def test_a_capture_that_fails_takes_the_changes_before_it_back(model: nn.Sequential) -> None:
+    change = fh.on("1", fh.Add(torch.ones(WIDTH)))
+    plans = [fh.Plan(change, fh.keep("1", max_bytes=1)), fh.Plan(change, fh.keep("1"))]
+    failing, good = (plan.prepare(model).open() for plan in plans)
+    x = torch.randn(2, WIDTH)
+    with fh.batch({failing: 0, good: 1}):
+        out = model(x)
+    assert isinstance(failing.error, fh.errors.CaptureBudgetError)
+    assert good.error is None
+    h = model[1](model[0](x))
+    h[1] += 1
+    assert torch.equal(out, model[2](h))
+
+
 def test_captures_share_what_they_keep(model: nn.Sequential) -> None:
     plan = fh.Plan(fh.keep("0"), fh.keep("1", copy="clone")).prepare(model)
     requests = [plan.open() for _ in range(4)]

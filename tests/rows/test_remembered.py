@@ -117,6 +117,8 @@ def test_calls_are_counted(model: nn.Sequential) -> None:
     rows, handles = scopes(model)
     steps(model, rows)
     assert [handle.calls for each in handles for handle in each] == [3, 3]
+    step(model, rows, torch.zeros(2, WIDTH - 1))  # no vector fits
+    assert [handle.calls for each in handles for handle in each] == [4, 4]
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
@@ -151,6 +153,17 @@ def test_a_deadline_ends_a_request_between_steps(model: nn.Sequential) -> None:
     assert torch.equal(step(model, rows), X + torch.stack([0 * ONE, TEN]))
     assert isinstance(first.error, TimeoutError)
     assert second.error is None
+
+
+def test_a_deadline_ends_a_request_inside_a_call(model: nn.Sequential) -> None:
+    plans = [fh.Plan(fh.on("1", fh.Add(vector))) for vector in (ONE, TEN)]
+    prepared = [plan.prepare(model) for plan in plans]
+    first, second = prepared[0].open(deadline=0.5), prepared[1].open()
+    with torch.no_grad(), fh.batch({first: 0, second: 1}):
+        model(X)
+        model[0].register_forward_hook(lambda *_: time.sleep(0.6))
+        assert torch.equal(model(X), X + torch.stack([0 * ONE, TEN]))
+    assert isinstance(first.error, TimeoutError)
 
 
 def test_other_tensors_are_checked_anew(model: nn.Sequential) -> None:
