@@ -191,6 +191,39 @@ def test_hooks_of_all_members_run_as_one(options: str, dtype: torch.dtype, way: 
         torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
 
 
+class Scaled(fh.Intervention):
+    """Scales its tensor, and counts its calls."""
+
+    number_fields = ("factor",)
+    calls: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def formula(x: Tensor, factor: Any) -> Tensor:
+        Scaled.calls.append(factor)
+        return x * factor
+
+
+class Norms(nn.Module):
+    """A number for each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.norm(dim=-1)
+
+
+@torch.no_grad()
+def test_hooks_on_a_number_for_each_token_run_as_one() -> None:
+    model = nn.Sequential(stack().embed, Norms())
+    plan = fh.Plan(fh.on("1", Scaled(2.0), at="generated", strength=1.0))
+    Scaled.calls.clear()
+    found, requests = padded(model, [plan] * len(TEXTS))
+    assert [request.error for request in requests] == [None] * len(TEXTS)
+    assert len(Scaled.calls) == 1
+    for mine, text, length in zip(found, TEXTS, LENGTHS, strict=True):
+        expected = model(torch.tensor(text))
+        expected[length:] *= 2
+        torch.testing.assert_close(mine, expected)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_a_hook_that_acts_nowhere_fails_nobody(way: Way) -> None:
