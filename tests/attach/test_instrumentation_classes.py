@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import pickle
 from typing import Any, Generic, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_instrumenting_runs_neither_init_subclass_nor_a_metaclass() -> None:
         handle = model.register_forward_hook(lambda *_: None)
         model(x())
         assert handle.calls == 1
-        assert type(type(model)) is Meta
+        assert isinstance(type(model), Meta)
     assert known == ["new Mine", "init Mine"]
 
 
@@ -216,8 +217,9 @@ def test_a_subclass_of_a_made_class_has_its_own_instances_alone() -> None:
     assert issubclass(Below, nn.Linear)
 
 
-def test_what_a_module_writes_to_its_class_is_the_plain_class_s() -> None:
-    class Counting(nn.Module):
+@pytest.mark.parametrize("base", [object, abc.ABC])
+def test_what_a_module_writes_to_its_class_is_the_plain_class_s(base: type) -> None:
+    class Counting(nn.Module, base):  # type: ignore[misc]
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -237,6 +239,91 @@ def test_what_a_module_writes_to_its_class_is_the_plain_class_s() -> None:
     hooked = fh.HookedModule(Counting())
     type(hooked).forward = lambda _self, x: x + 2  # type: ignore[method-assign]
     assert hooked(torch.ones(1)) == 3
+    with fh.instrument(module):
+        del type(module).calls
+    assert not hasattr(Counting, "calls")
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_virtual_subclasses_of_an_abstract_class_stay(wrap: bool) -> None:
+    class Abstract(nn.Module, abc.ABC):
+        pass
+
+    class Virtual:
+        pass
+
+    Abstract.register(Virtual)
+    module = _hooked(Abstract(), wrap)
+    assert isinstance(Virtual(), Abstract)
+    assert isinstance(module, Abstract)
+    assert isinstance(module, type(module))
+
+
+class _Base(nn.Module):
+    def inherited(self) -> int:
+        return 2
+
+
+class _Scaling(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inherited()
+
+
+class _Abstract(_Scaling, abc.ABC):
+    pass
+
+
+def _hooked(module: nn.Module, wrap: bool) -> Any:
+    if wrap:
+        return fh.HookedModule(module)
+    fh.instrument(module)
+    return module
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("plain", [_Scaling, _Abstract])
+@pytest.mark.parametrize(
+    ("name", "patches"),
+    [
+        ("forward", [lambda _self, x: x * 3, lambda _self, x: x * 5]),
+        ("_call_impl", [lambda _self, x: x * 3, lambda _self, x: x * 5]),
+        ("inherited", [lambda _self: 3, lambda _self: 5]),
+    ],
+)
+def test_a_patch_of_a_module_s_class_is_for_all_its_modules_and_undone(
+    name: str, patches: list[Any], plain: type[nn.Module], wrap: bool
+) -> None:
+    module, other = _hooked(plain(), wrap), plain()
+    module.register_forward_hook(lambda _m, _a, output: output + 100)
+    kind, before, one = type(module), dict(vars(plain)), torch.ones(1)
+
+    def outputs() -> list[int]:
+        return [int(module(one)), int(other(one))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        with mock.patch.object(kind, name, patches[0]):
+            assert outputs() == [103, 3]
+            with mock.patch.object(kind, name, patches[1]):
+                assert outputs() == [105, 5]
+            assert outputs() == [103, 3]
+        assert outputs() == [102, 2]
+        patch.setattr(kind, name, patches[0])
+        assert outputs() == [103, 3]
+    assert outputs() == [102, 2]
+    assert dict(vars(plain)) == before
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_patches_of_methods_that_hooks_need_are_undone(wrap: bool) -> None:
+    module, before = _hooked(_Scaling(), wrap), dict(vars(_Scaling))
+    for name in "compile", "register_forward_hook", "_forward_hooks", "__call__", "__repr__":
+        with mock.patch.object(type(module), name, lambda _self, x=None: repr(x)):
+            assert (repr(module) == "None") is (name == "__repr__")
+    handle = module.register_forward_hook(lambda _m, _a, output: output + 100)
+    assert module(torch.ones(1)) == 102
+    assert handle.calls == 1
+    assert "_Scaling" in repr(module)
+    assert dict(vars(_Scaling)) == before
 
 
 def test_a_dict_that_replaces_a_module_s_own_is_its_state() -> None:
@@ -261,13 +348,16 @@ class _KnowsItsClass(nn.Module):
         return x
 
 
+class _KnowsItsClassToo(_KnowsItsClass, abc.ABC):
+    pass
+
+
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_class_in_the_state_is_pickled_as_the_plain_one(wrap: bool) -> None:
-    module: Any = _KnowsItsClass()
-    if wrap:
-        module = fh.HookedModule(module)
-    else:
-        fh.instrument(module)
+@pytest.mark.parametrize("plain", [_KnowsItsClass, _KnowsItsClassToo])
+def test_a_class_in_the_state_is_pickled_as_the_plain_one(
+    plain: type[_KnowsItsClass], wrap: bool
+) -> None:
+    module: Any = _hooked(plain(), wrap)
     module(torch.ones(1))
-    assert pickle.loads(pickle.dumps(module)).kind is _KnowsItsClass
-    assert copy.deepcopy(module).kind == _KnowsItsClass
+    assert pickle.loads(pickle.dumps(module)).kind is plain
+    assert issubclass(copy.deepcopy(module).kind, plain)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import sys
 from abc import ABCMeta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from torch import fx
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DYNAMO = "torch._dynamo"
+_namespace = vars(type)["__dict__"].__get__
 # A graph is compiled for the class that a module has while hooks are open, and again if that class
 # was collected in between. Classes that cannot be imported again may go, with their generated ones.
 _KEPT: list[type] = []
@@ -51,8 +54,10 @@ def common_subclass(
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
         metaclass = type(plain)
-        if metaclass is type:  # a custom one has its own `__eq__`
+        if metaclass is type:
             metaclass = StandsForPlain if in_place else EqualToPlain
+        elif not issubclass(metaclass, WritesToPlain):
+            metaclass = _writing_to_plain(metaclass)
         made = _make_class(metaclass, name, (base, plain), namespace)
         # `class Mine(ABC, nn.Module)` has another layout than a class with an nn.Module first.
         if (
@@ -80,7 +85,52 @@ def _make_class(
     return make(metaclass, name, bases, dict(namespace))
 
 
-class EqualToPlain(type):
+class WritesToPlain(type):
+    """Metaclass of generated classes whose attributes are written to their plain class.
+
+    What a module writes to `type(self)` is for all modules of its class. Special methods stay the
+    generated class's own.
+    """
+
+    # A patch finds what it replaces in the `__dict__` of a class. To undo it, it writes that to the
+    # class, or deletes a name that was not there. Dynamo's guards have no names, and read slots.
+    @property  # type: ignore[misc]
+    def __dict__(cls) -> Any:  # type: ignore[override]
+        own, plain = _namespace(cls), _plain_if_made(cls)
+        caller = _module_of_caller()
+        if plain is cls or not caller or caller.startswith(_DYNAMO):
+            return own
+        # Copies, as another thread may write to the classes meanwhile.
+        return MappingProxyType(
+            {name: value for name, value in own.copy().items() if name.startswith("__")}
+            | {name: it for name, it in vars(plain).copy().items() if not name.startswith("__")}
+        )
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        plain = _plain_if_made(cls)
+        # `ABCMeta.__new__` writes `_abc_impl`.
+        if plain is cls or name.startswith("__") or name == "_abc_impl":
+            super().__setattr__(name, value)
+        else:
+            setattr(plain, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        plain = _plain_if_made(cls)
+        if plain is cls or (name.startswith("__") and name in _namespace(cls)):
+            super().__delattr__(name)
+        else:
+            delattr(plain, name)
+
+
+@functools.cache
+def _writing_to_plain(metaclass: type) -> Any:
+    """Derives the metaclass of generated classes from that of their plain classes."""
+    derived = type(metaclass.__name__, (WritesToPlain, metaclass), {})
+    copyreg.pickle(cast("Any", derived), _reduced)
+    return derived
+
+
+class EqualToPlain(WritesToPlain):
     """Metaclass of generated classes that equal their plain class and have its hash.
 
     Libraries look up rules by exact type (captum's DeepLift and LRP, torch's quantisation):
@@ -91,28 +141,13 @@ class EqualToPlain(type):
         # A subclass of a generated class equals only itself. And Dynamo resolves `super()` by
         # equality in an MRO, which has both classes.
         plain = _plain_if_made(cls)
-        if plain is cls or sys._getframe(1).f_globals.get("__name__", "").startswith(_DYNAMO):
+        if plain is cls or _module_of_caller().startswith(_DYNAMO):
             return NotImplemented
         return cls is other or plain == other
 
     def __hash__(cls) -> int:
         plain = _plain_if_made(cls)
         return super().__hash__() if plain is cls else hash(plain)
-
-    # Writes of a module to `type(self)` are for all modules of its class.
-    def __setattr__(cls, name: str, value: Any) -> None:
-        plain = _plain_if_made(cls)
-        if plain is cls or name.startswith("__"):
-            super().__setattr__(name, value)
-        else:
-            setattr(plain, name, value)
-
-    def __delattr__(cls, name: str) -> None:
-        plain = _plain_if_made(cls)
-        if plain is cls or name in vars(cls):
-            super().__delattr__(name)
-        else:
-            delattr(plain, name)
 
 
 class StandsForPlain(EqualToPlain):
@@ -161,10 +196,21 @@ def writers_of_class(cls: type) -> list[str]:
     return [name for name in names if hasattr(cls, name)]
 
 
+def is_generated(cls: type) -> bool:
+    """Returns True for a generated class, False for its subclasses."""
+    return "_made_from" in _namespace(cls)
+
+
 def _plain_if_made(cls: type) -> Any:
     """Returns the plain class of a generated one; a subclass of a generated class for itself."""
-    _, plain = vars(cls).get("_made_from", (None, cls))
+    _, plain = _namespace(cls).get("_made_from", (None, cls))
     return plain
+
+
+def _module_of_caller() -> str:
+    """Returns the name of the module whose function calls the method that calls this."""
+    caller = sys._getframe(1).f_back
+    return "" if caller is None else caller.f_globals.get("__name__", "")
 
 
 def plain_class(cls: type) -> Any:

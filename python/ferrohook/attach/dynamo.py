@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import transformer
 
 from ferrohook._core import Dispatcher, HookedBase
-from ferrohook.attach.classes import plain_class
+from ferrohook.attach.classes import is_generated, plain_class
 from ferrohook.attach.hook_info import find_registry
 
 
@@ -37,7 +37,7 @@ def _share_graphs() -> None:
     @functools.wraps(original)
     def wrap_inline(fn: Any) -> Any:
         module = getattr(fn, "__self__", None)
-        if isinstance(module, nn.Module) and _is_generated(type(module)) and fn == module.__call__:
+        if isinstance(module, nn.Module) and is_generated(type(module)) and fn == module.__call__:
             fn = module
         return original(fn)
 
@@ -60,7 +60,7 @@ def _respect_class_property() -> None:
     def build(self: Any, value: Any) -> Any:
         if (
             isinstance(value, type)
-            and _is_generated(value)
+            and is_generated(value)
             and isinstance(self.source, AttrSource)
             and self.source.member == "__class__"
         ):
@@ -98,7 +98,3 @@ def _show_hooks_to_transformers() -> None:
         return original(self, tx, name)
 
     setattr(Variable, method, read)
-
-
-def _is_generated(cls: type) -> bool:
-    return "_made_from" in vars(cls)

@@ -41,7 +41,7 @@ from ferrohook._core import (
 )
 from ferrohook.attach.attention import KEY as _POINTS
 from ferrohook.attach.attention import hold, is_point
-from ferrohook.attach.classes import common_subclass, plain_class, writers_of_class
+from ferrohook.attach.classes import common_subclass, is_generated, plain_class, writers_of_class
 from ferrohook.attach.hook_info import find_registry, shown_forward_hooks
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import trace_as, traced_dispatch
@@ -83,7 +83,7 @@ class Instrumented(nn.Module):
     __slots__ = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_made_from" not in vars(cls):
+        if not is_generated(cls):
             super().__init_subclass__(**kwargs)
 
     @property

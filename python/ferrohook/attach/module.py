@@ -13,7 +13,7 @@ from torch import nn
 import ferrohook.attach.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook._core import HookedBase, Registry
 from ferrohook.attach.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)
-from ferrohook.attach.classes import stays
+from ferrohook.attach.classes import is_generated, stays
 from ferrohook.attach.hook_info import HookInfo, hooks_of
 from ferrohook.attach.swapping import carry
 from ferrohook.attach.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
@@ -84,7 +84,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
     _call_impl: ClassVar[Any] = HookedBase.__call__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "forward" in vars(cls) and "_made_from" not in vars(cls):
+        if "forward" in vars(cls) and not is_generated(cls):
             msg = (
                 f"{cls.__qualname__}.forward would never run: a HookedModule calls the forward of "
                 "the module inside. Register a hook, or override the forward of that module"

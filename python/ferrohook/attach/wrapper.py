@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 from torch import jit, nn
 
-from ferrohook.attach.classes import common_subclass, plain_class, writers_of_class
+from ferrohook.attach.classes import common_subclass, is_generated, plain_class, writers_of_class
 from ferrohook.attach.hook_info import shown_forward_hooks
 from ferrohook.errors import HookError
 
@@ -44,7 +44,7 @@ class TransparentWrapper(nn.Module):
         return super().__new__(cast("type[Self]", class_around(cls, module)))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_made_from" not in vars(cls):
+        if not is_generated(cls):
             super().__init_subclass__(**kwargs)
 
     @property
