@@ -361,3 +361,14 @@ def test_a_class_in_the_state_is_pickled_as_the_plain_one(
     module(torch.ones(1))
     assert pickle.loads(pickle.dumps(module)).kind is plain
     assert issubclass(copy.deepcopy(module).kind, plain)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("plain", [_KnowsItsClass, _KnowsItsClassToo])
+def test_a_subclass_of_a_made_class_is_pickled_as_itself(
+    plain: type[_KnowsItsClass], wrap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = type(plain)("_Below", (type(_hooked(plain(), wrap)),), {"__module__": __name__})
+    monkeypatch.setitem(globals(), "_Below", below)
+    below.__qualname__ = "_Below"
+    assert pickle.loads(pickle.dumps(below)) is below

@@ -168,7 +168,7 @@ class StandsForPlain(EqualToPlain):
 
 def _reduced(cls: type) -> Any:
     """Has a generated class pickled as its plain class, which loads without ferrohook."""
-    plain = plain_class(cls)
+    plain = _plain_if_made(cls)
     return cls.__qualname__ if plain is cls else (cast, (None, plain))
 
 
