@@ -364,6 +364,20 @@ def test_the_function_of_a_typed_hook_takes_its_arguments(make: Any, arguments: 
             make(takes(*names))
 
 
+@pytest.mark.parametrize("name", ["torch.nn.utils.mine", "", None, 3])
+def test_a_hook_may_compute_its_module_s_name(affine: Any, name: Any) -> None:
+    class Hook:
+        @property
+        def __module__(self) -> Any:
+            return name
+
+        def __call__(self, _module: nn.Module, _args: Any, output: int) -> int:
+            return output + 1
+
+    affine.register_forward_hook(Hook())
+    assert affine(1) == 2
+
+
 def test_other_callables_are_taken() -> None:
     hooked = fh.HookedModule(nn.Linear(2, 2))
     keywords = functools.partial(takes("module", "args", "output", "key"), key=1)

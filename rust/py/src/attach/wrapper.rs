@@ -90,7 +90,10 @@ impl HookedBase {
 pub fn keeps_state_in_torch_hooks(hook: &Bound<'_, PyAny>) -> PyResult<bool> {
     let name = intern!(hook.py(), "__module__");
     let of_torch = |module: Bound<'_, PyAny>| -> PyResult<bool> {
-        let module = module.cast::<PyString>()?.to_cow()?;
+        let Ok(module) = module.cast::<PyString>() else {
+            return Ok(false); // a property of the class, say
+        };
+        let module = module.to_cow()?;
         Ok(module.starts_with("torch.nn.utils.") || module.starts_with("torch.ao.quantization."))
     };
     match hook.getattr_opt(name)? {
