@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.compiling import compiled
 from support.wrapping import Case, same, x
 
 if TYPE_CHECKING:
@@ -495,19 +496,37 @@ def test_the_signature_is_that_of_the_module_inside() -> None:
     assert "module" in inspect.signature(fh.HookedModule).parameters
 
 
+class Predicting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def predict(self, x: Tensor) -> Any:
+        return super().__call__(x)
+
+
 def test_the_call_of_nn_module_runs_the_wrapper_s_hooks() -> None:
-    class Predicting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-        def predict(self, x: Tensor) -> Any:
-            return super().__call__(x)
-
     hooked = fh.HookedModule(Predicting())
     hooked.register_forward_hook(lambda _m, _a, output: output * 5)
     x = torch.ones(2)
     for call in (hooked.predict, hooked._call_impl, lambda x: nn.Module.__call__(hooked, x)):
-        assert torch.equal(call(x), x * 5)
+        assert torch.equal(call(x), x * 10)
+
+
+@compiled
+def test_the_call_of_nn_module_runs_the_hooks_around_the_compiled_module() -> None:
+    hooked = fh.HookedModule(Predicting())
+    hooked.register_forward_hook(lambda _m, _a, output: output * 5)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    hooked.compile(backend=backend)
+    x = torch.ones(2)
+    for call in (hooked.predict, hooked._call_impl, lambda x: nn.Module.__call__(hooked, x)):
+        assert torch.equal(call(x), x * 10)
+    assert len(graphs) == 1
 
 
 def test_the_finaliser_of_a_module_runs_when_the_module_goes() -> None:
