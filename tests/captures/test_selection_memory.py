@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.names import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,10 +89,17 @@ def test_remembered_selections_keep_no_model_alive() -> None:
     assert reference() is None
 
 
+def test_remembered_selections_go_with_their_models() -> None:
+    for size in range(1, 100):
+        m = nn.Sequential(*(nn.Linear(2, 2) for _ in range(size)))
+        assert len(fh.select(m, "*")) == size  # at the address of a former model, most often
+        del m
+    gc.collect()
+    assert len(select._SELECTIONS._entries) < 10
+
+
 def test_many_selectors_take_bounded_memory() -> None:
     m = model()
     for number in range(1000):
         assert list(fh.select(m, ["0"] * (number + 1))) == ["0"]
-    from ferrohook.names import select  # noqa: PLC0415 (only here)
-
     assert len(select._SELECTIONS[m]) <= select.MOST_SELECTIONS

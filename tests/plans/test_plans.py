@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 import time
@@ -267,6 +268,43 @@ def test_a_plan_is_prepared_on_several_models() -> None:
             other(X)
         assert outer.acts["embed"].abs().sum() == inner.acts["embed"].abs().sum() == 0
     assert instrumented(one) == instrumented(other) == []
+
+
+class Answering(Net):
+    """Answers for every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return self.answer(name)
+
+    def answer(self, _name: str) -> Any:
+        return None
+
+
+class Raising(Answering):
+    def answer(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Sending(Answering):
+    def answer(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(pytest.fail, f"{name} was called")
+
+
+@pytest.mark.parametrize("kind", [Answering, Raising, Sending])
+def test_a_model_that_answers_for_every_name(kind: type[Answering]) -> None:
+    model = kind(WIDTH)
+    plan = fh.Plan(fh.keep("act"), fh.on(first_layers, fh.Zero()))
+    for _ in range(2):
+        assert len(fh.select(model, nn.Linear)) > 0
+        with fh.capture(model, ["act", "head"]) as acts, plan.open(model) as request:
+            model(X)
+        assert not request.acts["act"].any()
+        assert not acts["head"].any()
 
 
 def test_closing_a_plan_while_requests_are_open() -> None:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import Dispatcher
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.util.weak import PerModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterator
 
     from ferrohook._core import Registry
 
@@ -125,7 +125,7 @@ class AttentionPoints:
 
 
 _LOCK: Final = threading.RLock()  # reentrant: a finaliser may restore a point, which runs `_update`
-_KNOWN: Final[MutableMapping[nn.Module, AttentionPoints]] = WeakIdKeyDictionary()
+_KNOWN: Final[PerModule[AttentionPoints]] = PerModule()
 
 
 def points_of(module: nn.Module) -> AttentionPoints:

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_origin
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import ModuleTree
 from ferrohook.errors import HookTypeError, SelectionError
@@ -18,9 +17,10 @@ from ferrohook.names.spelling import SIGN, suggested
 from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.texts import shown
+from ferrohook.util.weak import PerModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _Single: TypeAlias = (
     "str | re.Pattern[str] | nn.Module | type[nn.Module] | Callable[[str, nn.Module], object]"
@@ -111,7 +111,7 @@ class _Selection(NamedTuple):
 
 
 # Code that captures for each call selects the same each time.
-_SELECTIONS: MutableMapping[nn.Module, dict[tuple[Any, bool], _Selection]] = WeakIdKeyDictionary()
+_SELECTIONS: PerModule[dict[tuple[Any, bool], _Selection]] = PerModule()
 MOST_SELECTIONS = 64
 """Number of selectors of a model whose results are remembered."""
 

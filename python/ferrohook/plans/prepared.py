@@ -8,7 +8,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import (
     Attachment,
@@ -65,10 +64,10 @@ from ferrohook.tokens.tracking import (
     track,
 )
 from ferrohook.util.arguments import expect
-from ferrohook.util.weak import weakly
+from ferrohook.util.weak import PerModule, weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrohook._core import CallTokens, GateAggregation, NativeHook
     from ferrohook.names.places import Place
@@ -595,8 +594,7 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     return _not_called(found._plan, found._plan.model())
 
 
-_trees: MutableMapping[nn.Module, weakref.WeakValueDictionary[Any, ModuleTree]]
-_trees = WeakIdKeyDictionary()
+_trees: PerModule[weakref.WeakValueDictionary[Any, ModuleTree]] = PerModule()
 
 
 def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:

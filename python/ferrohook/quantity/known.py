@@ -6,15 +6,14 @@ import weakref
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.weak import WeakIdKeyDictionary
-
 from ferrohook._core import ModuleTree
 from ferrohook.quantity.table import Quantities, Quantity, looked_at
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.swallowed import refuse_swallowed
+from ferrohook.util.weak import PerModule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -91,7 +90,7 @@ def _unchanged(numbers: _Numbers) -> bool:
         return False
 
 
-_KNOWN: MutableMapping[nn.Module, Known] = WeakIdKeyDictionary()
+_KNOWN: PerModule[Known] = PerModule()
 
 
 def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:

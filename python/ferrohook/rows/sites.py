@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook._core import SitesBase
 from ferrohook.attach.instrument import attach
@@ -18,15 +17,16 @@ from ferrohook.plans import Request
 from ferrohook.rows import operators
 from ferrohook.util.arguments import expect
 from ferrohook.util.texts import counted
+from ferrohook.util.weak import PerModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
 
-_OPEN: Final[MutableMapping[nn.Module, weakref.ref[Sites]]] = WeakIdKeyDictionary()
+_OPEN: Final[PerModule[weakref.ref[Sites]]] = PerModule()
 
 
 def open_sites(model: nn.Module | None) -> Sites | None:

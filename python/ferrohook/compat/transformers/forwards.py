@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ferrohook.attach.classes import plain_class
 from ferrohook.compat.transformers.calls import (
@@ -37,6 +36,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect_callable
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.suggestions import closest_to
+from ferrohook.util.weak import PerModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,11 +171,12 @@ def _check_flag(model: nn.Module, name: str) -> None:
     models = [model, *_callers(model)]
 
     def known() -> bool:
-        return any(name in _FLAGS.get(each, ()) for each in models)
+        return any(name in (_FLAGS.get(each) or ()) for each in models)
 
     if not known():
         # Not seen yet, or changed since.
-        _FLAGS.update((each, _flags_of(each)) for each in models)
+        for each in models:
+            _FLAGS[each] = _flags_of(each)
     if known():
         return
     flags = sorted(_FLAGS[model])
@@ -217,7 +218,7 @@ def _flags_of(model: nn.Module) -> set[str]:
 
 
 # Of models whose forwards got flags that these do not declare.
-_FLAGS: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
+_FLAGS: PerModule[set[str]] = PerModule()
 
 
 def _match_output(
