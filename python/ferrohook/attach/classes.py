@@ -93,7 +93,8 @@ class WritesToPlain(type):
     """
 
     # A patch finds what it replaces in the `__dict__` of a class. To undo it, it writes that to the
-    # class, or deletes a name that was not there. Dynamo's guards have no names, and read slots.
+    # class, or deletes a name that was not there. Dynamo gets the real namespace, which its guards
+    # read; it evaluates their sources in a scope without `__name__`.
     @property  # type: ignore[misc]
     def __dict__(cls) -> Any:  # type: ignore[override]
         own, plain = _namespace(cls), _plain_if_made(cls)
