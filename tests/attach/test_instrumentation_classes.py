@@ -64,6 +64,9 @@ def test_instrumenting_runs_neither_init_subclass_nor_a_metaclass() -> None:
             known.append(f"init {name}")
             super().__init__(name, bases, namespace)
 
+        def __init_subclass__(cls, **_: Any) -> None:
+            known.append(f"derived {cls.__name__}")
+
     class Mine(nn.Linear, metaclass=Meta):
         def __init_subclass__(cls, **_: Any) -> None:
             msg = f"{cls.__name__} is sealed"
@@ -75,6 +78,7 @@ def test_instrumenting_runs_neither_init_subclass_nor_a_metaclass() -> None:
         model(x())
         assert handle.calls == 1
         assert isinstance(type(model), Meta)
+    fh.HookedModule(model)(x())
     assert known == ["new Mine", "init Mine"]
 
 

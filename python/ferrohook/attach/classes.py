@@ -92,6 +92,9 @@ class WritesToPlain(type):
     generated class's own.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Shadows the `__init_subclass__` of a custom metaclass, see `_writing_to_plain`."""
+
     # A patch finds what it replaces in the `__dict__` of a class. To undo it, it writes that to the
     # class, or deletes a name that was not there. Dynamo gets the real namespace, which its guards
     # read; it evaluates their sources in a scope without `__name__`.
