@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyCFunction, PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
@@ -174,14 +174,23 @@ fn tap(
     if !requires_grad(tensor)? {
         return Ok(false);
     }
+    let py = tensor.py();
     let slot = GradientSlot {
         collector: PyWeakrefReference::new(collector)?.unbind(),
         tensor: slot,
-        handle: OnceLock::new(),
+        removal: OnceLock::new(),
     };
-    let slot = Bound::new(tensor.py(), slot)?;
-    let handle = tensor.call_method1(intern!(tensor.py(), "register_hook"), (&slot,))?;
-    let _ = slot.get().handle.set(handle.unbind());
+    let slot = Bound::new(py, slot)?;
+    let handle = tensor.call_method1(intern!(py, "register_hook"), (&slot,))?;
+    if tensor.getattr(intern!(py, "grad_fn"))?.is_none() {
+        let remove = handle.getattr(intern!(py, "remove"))?.unbind();
+        let remove = move |args: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
+            remove.call0(args.py()).map(drop)
+        };
+        let remove = PyCFunction::new_closure(py, None, None, remove)?;
+        let removal = PyWeakrefReference::new_with(collector, remove)?;
+        let _ = slot.get().removal.set(removal.unbind());
+    }
     Ok(true)
 }
 
@@ -251,8 +260,9 @@ pub struct GradientSlot {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
     tensor: TensorSlot,
-    /// Removes it from the tensor: one without a graph, as a parameter, outlives many captures.
-    handle: OnceLock<Py<PyAny>>,
+    /// Its callback removes the hook from a tensor without a graph, as a parameter: one that outlives
+    /// many captures.
+    removal: OnceLock<Py<PyWeakrefReference>>,
 }
 
 #[pymethods]
@@ -264,8 +274,7 @@ impl GradientSlot {
             return Ok(());
         }
         let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
-            let remove = |handle: &Py<PyAny>| handle.call_method0(py, "remove").map(drop);
-            return self.handle.get().map_or(Ok(()), remove);
+            return Ok(());
         };
         let collector = collector.get();
         let mut gradient = collector.converted(gradient)?;
