@@ -41,6 +41,7 @@ __all__ = [
     "Recorder",
     "RegionRun",
     "Registry",
+    "Repeat",
     "RequestBase",
     "RootCalls",
     "ShapeDetector",
@@ -60,6 +61,7 @@ __all__ = [
     "keeps_state_in_torch_hooks",
     "name_positions",
     "needs_prompt",
+    "open_regions",
     "places_at",
     "put_on",
     "record",
@@ -293,11 +295,20 @@ def assign_class(module: Any, plain: type, instrumented: type | None) -> bool: .
 
 @final
 class ForwardLog:
-    def __new__(cls) -> Self: ...
+    def __new__(cls, detached: bool) -> Self: ...
+    @property
+    def detached(self) -> bool: ...
     @property
     def complete(self) -> bool: ...
     def record(self) -> RegionRun: ...
     def repeat(self) -> RegionRun: ...
+
+@final
+class Repeat:
+    @property
+    def log(self) -> ForwardLog: ...
+
+def open_regions() -> tuple[list[ForwardLog], Repeat | None]: ...
 
 @final
 class RegionRun:
@@ -580,7 +591,9 @@ def store_readings(
     writers: list[GateWriter],
     given: list[tuple[Any, CallTokens]],
     readings: list[float],
-    graphs: list[list[Any] | None] | None = None,
+    graphs: list[list[Any] | None] | None,
+    *,
+    again: bool,
 ) -> list[Exception | None]: ...
 
 @final

@@ -251,6 +251,45 @@ def test_a_sum_whose_place_runs_again_reads_the_next_call_gradients() -> None:
         assert [each.error for each in requests] == [None, None]
 
 
+def test_a_sum_whose_places_run_again_has_the_plain_gradients() -> None:
+    """A batch runs the hooks of its members again where it changes only some of them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    requests = [
+        fh.Plan(
+            fh.gate("first", "1", fh.Norm()),
+            fh.gate("g", ["1", "2", "3"], fh.Norm()),
+            fh.on("2", fh.Scale(2.0), when=fh.above("first", limit)),
+            fh.on("3", fh.Scale(3.0), when=fh.above("first", limit), strength=fh.ramp("g", 0, 9)),
+            fh.keep("@gate.g"),
+        )
+        .prepare(net)
+        .open()
+        for limit in (1e9, 0.0)
+    ]
+    members = {requests[0]: slice(0, 2), requests[1]: slice(2, 4)}
+    positions = torch.tensor([0, 1, 0, 1])
+    ids = torch.arange(8).view(2, 4)
+    with fh.batch(members, positions=positions) as batch:
+        loss = net(ids[0]).square().sum()
+        batch.move(positions=positions + 2)
+        (loss + net(ids[1]).square().sum()).backward()
+    assert [each.error for each in requests] == [None, None]
+    found = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    one = net[1](net[0](ids))
+    two = net[2](one)
+    changed = torch.tensor([False, False, True, True])[:, None]
+    three = net[3](torch.where(changed, 2 * two, two))
+    gate = (one + two + three).norm(dim=-1, keepdim=True)
+    output = torch.where(changed, three * (1 + 2 * (gate / 9).clamp(0, 1)), three)
+    output.square().sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in net.parameters()])
+    for request, columns in zip(requests, (slice(0, 2), slice(2, 4)), strict=True):
+        read = request.acts["@gate.g"].flatten()
+        torch.testing.assert_close(read, gate[:, columns].detach().flatten())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", ["mlp", "self_attn.o_proj"])
 def test_a_sum_over_checkpointed_layers_has_the_plain_gradients(
@@ -279,15 +318,125 @@ def test_a_sum_over_checkpointed_layers_has_the_plain_gradients(
         torch.testing.assert_close(*found)
 
 
-def test_gradients_of_a_sum_that_a_checkpoint_repeats_in_part_are_refused() -> None:
-    own = copy.deepcopy(model()).requires_grad_().train()
-    own.gradient_checkpointing_enable({"use_reentrant": True})
-    plan = fh.Plan(
-        fh.gate("g", ["model.embed_tokens", f"{LAYERS}.0.self_attn.o_proj"], fh.Norm()),
-        fh.on(f"{LAYERS}.0.mlp", fh.Scale(3.0), strength=fh.ramp("g", 0.0, 9.0)),
-    )
-    with plan.open(own), pytest.raises(fh.HookError, match="use_reentrant=False"):
-        own(IDS, use_cache=False).logits.square().sum().backward()
+class Checkpointed(nn.Module):
+    """Linear layers, each in a checkpoint, and a head outside.
+
+    Args:
+        reentrant: kind of the checkpoints; None for none.
+        layers: number of layers.
+        width: of the layers.
+    """
+
+    def __init__(self, reentrant: bool | None, layers: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, width)
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+
+            def call(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                return x + torch.tanh(layer(x))
+
+            if self.reentrant is None:
+                x = call(x)
+            else:
+                x = checkpoint(call, x, use_reentrant=self.reentrant)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.parameters()]
+
+
+WHEN = fh.on("layers.2", fh.Scale(3.0), when=fh.above("g", 1.0))
+FOLLOWED = fh.on("layers.2", fh.Scale(3.0), strength=fh.ramp("g", 0.0, 9.0))
+PLACES = [["layers.0"], ["layers.0", "layers.1"], ["embed", "layers.2"], ["layers.1", "layers.2"]]
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("reentrant", "changed"), [(False, WHEN), (False, FOLLOWED), (True, WHEN)])
+@pytest.mark.parametrize("batched", [False, True])
+def test_gradients_of_several_forwards_with_a_checkpointed_gate(
+    places: list[str], reentrant: bool, changed: Any, batched: bool
+) -> None:
+    """Gradient accumulation: a backward repeats the layers of two forwards, twice."""
+    found = []
+    for repeats in (None, reentrant):
+        net = Checkpointed(repeats)
+        request = fh.Plan(fh.gate("g", places, fh.Norm()), changed).prepare(net).open()
+        ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        if batched:  # the members of batches share the id of the sequences
+            with fh.batch({request: slice(0, 1)}, positions=torch.arange(3)[None]) as batch:
+                loss = net(ids[:1]).square().sum()
+                batch.move(positions=torch.arange(3, 6)[None])
+                loss = loss + net(ids[1:]).square().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+        else:
+            with request:
+                loss = net(ids[:1]).square().sum() + net(ids[1:]).square().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+        assert request.error is None
+        found.append(net.gradients())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_sums_keep_vectors_only_for_repeats_and_no_graph_gradients(reentrant: bool | None) -> None:
+    width, layers = 97, 4
+    net = Checkpointed(reentrant, layers, width)
+    gate = fh.gate("g", [f"layers.{number}" for number in range(layers)], fh.Norm())
+
+    def vectors() -> list[Tensor]:
+        gc.collect()
+        found = [it for it in gc.get_objects() if type(it) is Tensor and it.dim() > 1]
+        return [it for it in found if it.shape[-1] == width and len(it) == IDS.shape[1]]
+
+    graphs = []
+
+    def count(_gradient: Tensor) -> None:
+        graphs.extend(it for it in vectors() if it.grad_fn is not None)
+
+    net.embed.weight.register_hook(count)
+    with fh.Plan(gate, fh.keep("@gate.g")).open(net) as request:
+        loss = net(IDS).sum()
+        assert len(vectors()) == (0 if reentrant is None else layers - 1)
+        loss.backward()
+        assert not graphs
+        del loss
+        assert not vectors()
+        assert len(request.acts["@gate.g"].flatten()) == IDS.numel()
+
+
+@pytest.mark.parametrize("places", [["layers.0"], ["embed", "layers.2"], ["layers.0", "layers.2"]])
+@pytest.mark.parametrize("place", ["layers.2", "head"])
+def test_gradients_that_a_reentrant_checkpoint_loses_are_refused(
+    places: list[str], place: str
+) -> None:
+    net = Checkpointed(reentrant=True)
+    changed = fh.on(place, fh.Scale(3.0), strength=fh.ramp("g", 0.0, 9.0))
+    plan = fh.Plan(fh.gate("g", places, fh.Norm()), changed)
+    with plan.open(net), pytest.raises(fh.HookError, match="use_reentrant=False"):
+        net(IDS).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gradients_that_a_reentrant_checkpoint_does_not_lose_are_right() -> None:
+    """The checkpointed layers are frozen, so the gate has no gradient."""
+    found = []
+    for reentrant in (None, True):
+        net = Checkpointed(reentrant).requires_grad_(requires_grad=False)
+        net.head.requires_grad_()
+        changed = fh.on("head", fh.Scale(3.0), strength=fh.ramp("g", 0.0, 9.0))
+        with fh.Plan(fh.gate("g", "layers.0", fh.Norm()), changed).open(net):
+            net(IDS).square().sum().backward()
+        found.append(net.gradients())
+    torch.testing.assert_close(*found)
 
 
 def test_parts_of_calls_that_failed_are_dropped() -> None:

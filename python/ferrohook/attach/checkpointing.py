@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class _Region:
     """Checkpointed function: its first call is the forward; later ones repeat it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, detached: bool = False) -> None:
         self._function = function
-        self.log = ForwardLog()
+        self.log = ForwardLog(detached)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.log.complete:
@@ -35,7 +35,7 @@ class _Region:
 def _reentrant(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def logged(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        region = _Region(function)
+        region = _Region(function, detached=any(ctx.needs_input_grad))
         with region.log.record():
             return forward(ctx, region, *args)
 

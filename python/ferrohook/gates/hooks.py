@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from ferrohook._core import GateWriter, store_readings, store_rows
+from ferrohook._core import GateWriter, open_regions, store_readings, store_rows
 from ferrohook.gates.readings import JoinedReading, reading_key
+from ferrohook.gates.state import traceable
 from ferrohook.util.never_trace import never_trace
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class GateReader:
             return vectors
         part = vectors.to(torch.float32)
         return request.gates.add_part(self._gate.name, tokens, self.number, self.places, part)
+
+    def note_read(self, request: GatedRequest, tokens: CallTokens) -> None:
+        """Drops the vectors whose sum it has read."""
+        if self.places > 1:
+            request.gates.note_read(self._gate.name, tokens)
 
     @staticmethod
     def joined(readers: list[GateReader]) -> JoinedReaders:
@@ -187,15 +193,19 @@ def _store(
         the exception of each request, None for one without.
     """
     graphs = None
-    if read.requires_grad and any(reader.followed for reader in readers):
-        of_tokens = read.split([len(tokens) for _, tokens in given])
-        graphs = [
-            [*own.unbind()] if reader.followed else None
-            for reader, own in zip(readers, of_tokens, strict=True)
-        ]
+    if any(reader.followed for reader in readers) and (graph := traceable(read)).requires_grad:
+        with torch.enable_grad():  # a reentrant checkpoint turns it off
+            of_tokens = graph.split([len(tokens) for _, tokens in given])
+            graphs = [
+                [*own.unbind()] if reader.followed else None
+                for reader, own in zip(readers, of_tokens, strict=True)
+            ]
     writers = [reader.writer for reader in readers]
-    errors = store_readings(writers, given, read.tolist(), graphs)
+    repeat = open_regions()[1]
+    again = repeat is not None and repeat.log.detached
+    errors = store_readings(writers, given, read.tolist(), graphs, again=again)
     for number, reader in enumerate(readers):
+        reader.note_read(*given[number])
         if reader.kept and errors[number] is None:
             try:
                 reader.keep(*given[number], read.device)

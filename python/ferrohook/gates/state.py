@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import isnan
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ferrohook._core import GateReadings
+from ferrohook._core import GateReadings, open_regions
 from ferrohook.errors import HookError
 from ferrohook.gates.aggregation import recorded
 from ferrohook.util.never_trace import never_trace
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook._core import CallTokens, GateAggregation
+    from ferrohook._core import CallTokens, ForwardLog, GateAggregation, Repeat
     from ferrohook.gates.conditions import Ramp
     from ferrohook.gates.gate import Gate
     from ferrohook.gates.streaming import GateStream
@@ -38,18 +39,59 @@ class Stopped(NamedTuple):
 
 def _refuse_gradient(_gradient: Tensor) -> None:
     msg = (
-        "a gate reads the sum of several places, and backward() repeats only some of them in a "
-        "checkpoint, so the gradient would be wrong: pass use_reentrant=False to the checkpoint"
+        "a strength follows a gate that does not read in the same reentrant checkpoint, so the "
+        "gradient would be wrong: pass use_reentrant=False to the checkpoint"
     )
     raise HookError(msg)
 
 
-def _without_graph(part: Tensor) -> Tensor:
-    """Returns vectors that keep no graph alive, and refuse the gradient that it would take."""
-    found = part.detach()
-    if part.requires_grad:
-        found.requires_grad_().register_hook(_refuse_gradient)
+def _refusing(values: Tensor) -> Tensor:
+    """Returns values that keep no graph alive, and refuse the gradient that it would take."""
+    found = values.detach().requires_grad_()
+    found.register_hook(_refuse_gradient)
     return found
+
+
+def traceable(values: Tensor) -> Tensor:
+    """Returns values that refuse a gradient if a reentrant checkpoint does not record theirs."""
+    if values.requires_grad or not any(log.detached for log in open_regions()[0]):
+        return values
+    return _refusing(values)
+
+
+class _Sum:
+    """Vectors of the places of a gate that have run in a call, or in its repeat.
+
+    Args:
+        tokens: of the call.
+        first: number of the place that ran first.
+        outside: vectors of the places that a repeat does not run.
+    """
+
+    def __init__(self, tokens: CallTokens, first: int, outside: Mapping[int, Tensor]) -> None:
+        self.tokens, self.first = tokens, first
+        self.parts: dict[int, tuple[Tensor, list[ForwardLog]]] = {
+            number: (vectors, []) for number, vectors in outside.items()
+        }
+        """Vectors by the number of the place, with the checkpoints that they were taken in."""
+        self.read = False
+        """True once the sum was read, and its parts dropped."""
+
+    def without(self, log: ForwardLog) -> dict[int, Tensor]:
+        """Returns the vectors, without graph, that were taken outside of a checkpoint."""
+        return {
+            number: _refusing(vectors) if vectors.requires_grad else vectors
+            for number, (vectors, logs) in self.parts.items()
+            if log not in logs
+        }
+
+
+class _Outside(NamedTuple):
+    """Vectors with which a repeated checkpoint completes a sum."""
+
+    gate: str
+    tokens: CallTokens
+    parts: dict[int, Tensor]
 
 
 class GateStates(GateReadings):
@@ -61,13 +103,13 @@ class GateStates(GateReadings):
 
     def __init__(self, gates: Mapping[str, tuple[Gate, GateAggregation]]) -> None:
         self._gates = gates
-        self._parts: dict[str, dict[int, tuple[CallTokens, dict[int, Tensor]]]] = {}
-        """Vectors of running calls by the name of the gate and the id of the sequences: of the
-        places that have run, where a gate reads the sum of several."""
-        self._summed: dict[str, tuple[CallTokens, dict[int, Tensor]]] = {}
-        """Vectors of each gate's last sum, in the order in which its places ran, if gradients are
-        recorded: any of them may run again, as in the backward of a checkpoint. The last one
-        completes the sum again."""
+        self._sums: dict[str, dict[int, _Sum]] = {}
+        """Running calls of gates that read the sum of several places, by the name of the gate and
+        the id of the sequences."""
+        self._repeated: WeakKeyDictionary[Repeat, dict[str, dict[int, _Sum]]] = WeakKeyDictionary()
+        """The same in repeats of checkpoints."""
+        self._outside: WeakKeyDictionary[ForwardLog, list[_Outside]] = WeakKeyDictionary()
+        """Sums that each checkpoint completed, and completes again when it is repeated."""
         self.stream: GateStream | None = None
         """Takes the values of kept gates of the only sequence, for a client that reads along."""
 
@@ -84,41 +126,61 @@ class GateStates(GateReadings):
             vectors: of the tokens there, float32.
 
         Returns:
-            the sum, once all places have given theirs.
+            the sum, once all places have given theirs. It is [read](GateStates.note_read) once.
 
         Raises:
             HookError: another place has other tokens, or tensors of another shape.
         """
-        pending, summed = self._parts.setdefault(gate, {}), self._summed.get(gate)
-        given, parts = pending.get(tokens.sequences, (tokens, {}))
-        if summed is not None and summed[0] == tokens and not parts:
-            given, parts = summed
-            completes = number == [*parts][-1]
-        else:
-            if number in parts:  # of a call that did not come to its end
-                given, parts = tokens, {}
-            completes = len(parts) == places - 1
-        other = next(iter(parts.values()), vectors)
-        if given != tokens or other.shape != vectors.shape:
-            pending.pop(tokens.sequences, None)
+        logs, repeat = open_regions()
+        sums = self._sums_of(gate, repeat)
+        found = sums.get(tokens.sequences)
+        if found is None or number == found.first or (found.read and found.tokens != tokens):
+            outside = {} if repeat is None else self._outside_of(repeat.log, gate, tokens)
+            if outside is None:
+                return None
+            found = _Sum(tokens, number, outside)
+            leave(sums, tokens.sequences, found)
+        elif found.read:  # a batch may run the hooks of a call again, member by member
+            return None
+        vectors = traceable(vectors)
+        other = next((part for part, _ in found.parts.values()), vectors)
+        if found.tokens != tokens or other.shape != vectors.shape:
+            sums.pop(tokens.sequences, None)
             msg = (
                 f"gate {gate!r} reads the sum of {places} places, whose tensors differ in shape or "
                 f"tokens: {tuple(vectors.shape)} and {tuple(other.shape)}"
             )
             raise HookError(msg)
-        parts[number] = vectors
-        if not completes:
-            if len(parts) < places:
-                leave(pending, tokens.sequences, (given, parts))
+        found.parts[number] = vectors, logs
+        if len(found.parts) < places:
             return None
-        pending.pop(tokens.sequences, None)
-        whole = parts[0]
+        for log in logs:
+            completed = _Outside(gate, tokens, found.without(log))
+            self._outside.setdefault(log, []).append(completed)
+        whole, _ = found.parts[0]
         for each in range(1, places):
-            whole = whole + parts[each].to(whole.device)
-        self._summed.pop(gate, None)
-        if torch.is_grad_enabled() or any(part.requires_grad for part in parts.values()):
-            self._summed[gate] = tokens, {at: _without_graph(part) for at, part in parts.items()}
+            whole = whole + found.parts[each][0].to(whole.device)
         return whole
+
+    def note_read(self, gate: str, tokens: CallTokens) -> None:
+        """Drops the vectors of a sum, whose reading is stored."""
+        found = self._sums_of(gate, open_regions()[1]).get(tokens.sequences)
+        if found is not None:
+            found.read = True
+            found.parts.clear()
+
+    def _sums_of(self, gate: str, repeat: Repeat | None) -> dict[int, _Sum]:
+        sums = self._sums if repeat is None else self._repeated.setdefault(repeat, {})
+        return sums.setdefault(gate, {})
+
+    def _outside_of(
+        self, log: ForwardLog, gate: str, tokens: CallTokens
+    ) -> dict[int, Tensor] | None:
+        """Returns the vectors of the places outside of a checkpoint that completed a sum."""
+        for each in self._outside.get(log, ()):
+            if each.gate == gate and each.tokens == tokens:
+                return each.parts
+        return None
 
     def stopped(self, sequences: int | None = None) -> list[Stopped]:
         """Returns the ends of sequences, in order of their rows.

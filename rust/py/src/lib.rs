@@ -56,7 +56,7 @@ mod _core {
     #[pymodule_export]
     use crate::contexts::frame::Frame;
     #[pymodule_export]
-    use crate::contexts::regions::{ForwardLog, RegionRun};
+    use crate::contexts::regions::{ForwardLog, RegionRun, Repeat, open_regions};
     #[pymodule_export]
     use crate::effects::detectors::{
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,

@@ -35,9 +35,12 @@ pub fn any_open() -> bool {
 /// Phase of the calls of the module with an id.
 type RegionPlace = (u64, Phase);
 
-/// Log of one forward of a checkpointed function.
-#[derive(Default)]
-struct Log {
+/// Log of a forward of a checkpointed function, for its repeats. Made right before the forward.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct ForwardLog {
+    /// True if the forward runs without gradients, which only a repeat records.
+    #[pyo3(get)]
+    detached: bool,
     outside: Outside,
     complete: AtomicBool,
     /// The calls, in order.
@@ -79,8 +82,11 @@ impl Outside {
 }
 
 /// A repeat that runs.
-struct Repeat {
-    log: Arc<Log>,
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct Repeat {
+    /// Log of its forward.
+    #[pyo3(get)]
+    log: Py<ForwardLog>,
     /// Hooks that it registered.
     registered: Mutex<FxHashSet<HookId>>,
     /// Modules that stay instrumented for it, and the ids that they had in the forward.
@@ -91,7 +97,7 @@ struct Repeat {
     gone: Arc<OnceLock<String>>,
 }
 
-impl Log {
+impl ForwardLog {
     /// True if the checkpointed function registered the hook, or entered its owner.
     fn is_inner(&self, logged: &Logged) -> bool {
         let entered = |owner: &FrameRef| !self.outside.has(owner.id);
@@ -149,7 +155,7 @@ impl Repeat {
         module: &Bound<'_, PyAny>,
         place: RegionPlace,
     ) -> PyResult<Option<Arc<PhaseLog>>> {
-        let calls = self.log.calls.lock();
+        let calls = self.log.get().calls.lock();
         let visited = self.visited.iter().find(|(_, it)| it.is(module));
         let place = visited.map_or(place, |(id, _)| (*id, place.1));
         let Some(logs) = calls.get(&place) else {
@@ -176,19 +182,19 @@ impl Repeat {
 
     /// Returns why hooks did not run that are gone, and their modules no longer instrumented.
     fn missed(&self, py: Python<'_>) -> Option<String> {
-        let (calls, taken) = (self.log.calls.lock(), self.calls.lock());
+        let (calls, taken) = (self.log.get().calls.lock(), self.calls.lock());
         let left = calls.iter().flat_map(|(place, logs)| {
             let taken = taken.get(place).copied().unwrap_or_default();
             logs.iter().skip(taken)
         });
         let left: Vec<_> = left.map(Arc::clone).collect();
         drop((calls, taken));
-        left.iter().find_map(|phase| self.log.gone(py, phase))
+        left.iter().find_map(|phase| self.log.get().gone(py, phase))
     }
 
     /// True if the repeated function registered the hook, or entered its owner.
     fn is_inner(&self, hook: &Owned<'_, '_>) -> bool {
-        let entered = |it: &Bound<'_, Frame>| !self.log.outside.has(it.get().id());
+        let entered = |it: &Bound<'_, Frame>| !self.log.get().outside.has(it.get().id());
         hook.owner.is_some_and(entered) || self.registered.lock().contains(&hook.entry.id())
     }
 
@@ -211,7 +217,7 @@ impl Repeat {
             None => Arc::new(PhaseLog::new(None, Vec::new())?),
         };
         let entered = log.whole.iter().filter(|it| it.entered());
-        let inner = entered.filter(|it| self.log.is_inner(it)).count();
+        let inner = entered.filter(|it| self.log.get().is_inner(it)).count();
         let live = live.into_iter().flat_map(Firing::shared);
         let live = live.filter(|(hook, _)| self.is_inner(hook) && fires(hook));
         let live: Vec<_> = live.collect();
@@ -223,7 +229,7 @@ impl Repeat {
         let (mut hooks, mut again, mut places) = (Vec::new(), Vec::new(), Vec::new());
         for (number, logged) in log.whole.iter().enumerate() {
             places.push(hooks.len());
-            if !logged.entered() || (!live.is_empty() && self.log.is_inner(logged)) {
+            if !logged.entered() || (!live.is_empty() && self.log.get().is_inner(logged)) {
                 continue;
             }
             if logged.kind == PhaseKind::Observes && !observers {
@@ -254,7 +260,7 @@ impl Repeat {
             log,
             places,
             again,
-            outside: Arc::clone(&self.log.outside.ids),
+            outside: Arc::clone(&self.log.get().outside.ids),
             gone: Arc::clone(&self.gone),
         };
         Ok((Firing::of(hooks), replay))
@@ -265,9 +271,9 @@ impl Repeat {
 #[pyclass(frozen)]
 pub struct Regions {
     /// Logs that are written.
-    recording: Vec<Arc<Log>>,
+    recording: Vec<Py<ForwardLog>>,
     /// Repeat around them.
-    repeat: Option<Arc<Repeat>>,
+    repeat: Option<Py<Repeat>>,
 }
 
 impl Regions {
@@ -289,17 +295,17 @@ impl Regions {
     /// Notes that code in the regions registered a hook.
     pub fn note_registered(&self, hook: HookId) {
         if let Some(repeat) = &self.repeat {
-            repeat.registered.lock().insert(hook);
+            repeat.get().registered.lock().insert(hook);
         }
         for log in &self.recording {
-            log.registered.lock().insert(hook);
+            log.get().registered.lock().insert(hook);
         }
     }
 
     /// True if these are hooks of a scope whose calls a repeat runs again.
     pub fn repeats(&self, owner: &Frame) -> bool {
         let repeat = self.repeat.as_ref();
-        repeat.is_some_and(|it| it.log.outside.has(owner.id()))
+        repeat.is_some_and(|it| it.get().log.get().outside.has(owner.id()))
     }
 
     /// Takes the hooks of a phase of a call that begins. `live`: hooks of a call outside a repeat.
@@ -311,7 +317,7 @@ impl Regions {
     ) -> PyResult<Firing<'py>> {
         let py = module.py();
         let (mut firing, mut replay) = (live, None);
-        if let Some(repeat) = &self.repeat {
+        if let Some(repeat) = self.repeat.as_ref().map(Py::get) {
             let log = repeat.next(module, place)?;
             let (again, found) = repeat.firing(py, log, firing.as_ref(), false)?;
             (firing, replay) = (Some(again), Some(found));
@@ -322,7 +328,7 @@ impl Regions {
             let log = PhaseLog::new(Some(module), logged(py, firing.as_ref(), again)?)?;
             let log = record.insert(Arc::new(log));
             for each in &self.recording {
-                let mut calls = each.calls.lock();
+                let mut calls = each.get().calls.lock();
                 calls.entry(place).or_default().push(Arc::clone(log));
             }
         }
@@ -334,16 +340,16 @@ impl Regions {
     /// True if the call has a hook of a backward phase. `live`: whether any other call has.
     pub fn taps(&self, place: RegionPlace, live: bool) -> bool {
         let mut taps = live;
-        if let Some(repeat) = &self.repeat {
+        if let Some(repeat) = self.repeat.as_ref().map(Py::get) {
             let mut taken = repeat.taps.lock();
             let number = taken.entry(place).or_default();
             *number += 1;
-            let logged = repeat.log.taps.lock();
+            let logged = repeat.log.get().taps.lock();
             let found = logged.get(&place).and_then(|it| it.get(*number - 1));
             taps = found.copied().unwrap_or_default();
         }
         for log in &self.recording {
-            log.taps.lock().entry(place).or_default().push(taps);
+            log.get().taps.lock().entry(place).or_default().push(taps);
         }
         taps
     }
@@ -361,8 +367,8 @@ impl Regions {
         live: Option<Firing<'py>>,
     ) -> PyResult<Option<Firing<'py>>> {
         let mut firing = live;
-        if let Some(repeat) = &self.repeat {
-            let log = repeat.log.traced.lock().get(&place).map(Arc::clone);
+        if let Some(repeat) = self.repeat.as_ref().map(Py::get) {
+            let log = repeat.log.get().traced.lock().get(&place).map(Arc::clone);
             firing = Some(repeat.firing(py, log, firing.as_ref(), true)?.0);
         }
         if !self.recording.is_empty() {
@@ -375,7 +381,7 @@ impl Regions {
             }
             let log = Arc::new(log);
             for each in &self.recording {
-                each.traced.lock().insert(place, Arc::clone(&log));
+                each.get().traced.lock().insert(place, Arc::clone(&log));
             }
         }
         Ok(firing)
@@ -402,39 +408,54 @@ fn logged(
     Ok(all)
 }
 
-/// Log of a forward of a checkpointed function, for its repeats. Made right before the forward.
-#[pyclass(frozen, module = "ferrohook._core")]
-pub struct ForwardLog(Arc<Log>);
-
 #[pymethods]
 impl ForwardLog {
     #[new]
-    fn new(py: Python<'_>) -> PyResult<Self> {
-        let log = Log {
+    fn new(py: Python<'_>, detached: bool) -> PyResult<Self> {
+        Ok(Self {
+            detached,
             outside: Outside::now(py)?,
-            ..Log::default()
-        };
-        Ok(Self(Arc::new(log)))
+            complete: AtomicBool::default(),
+            calls: Mutex::default(),
+            taps: Mutex::default(),
+            traced: Mutex::default(),
+            registered: Mutex::default(),
+        })
     }
 
     /// True once the forward has ended.
     #[getter]
     fn complete(&self) -> bool {
-        self.0.complete.load(Ordering::Relaxed)
+        self.complete.load(Ordering::Relaxed)
     }
 
     /// Logs the forward that runs inside: a context manager.
-    fn record(&self) -> RegionRun {
-        RegionRun::new(&self.0, false)
+    fn record(slf: &Bound<'_, Self>) -> RegionRun {
+        RegionRun::new(slf, false)
     }
 
     /// Makes the code inside repeat the forward: a context manager.
     ///
     /// Raises:
     ///     HookError: a hook that ran is removed, or its scope left.
-    fn repeat(&self) -> RegionRun {
-        RegionRun::new(&self.0, true)
+    fn repeat(slf: &Bound<'_, Self>) -> RegionRun {
+        RegionRun::new(slf, true)
     }
+}
+
+/// Logs that a context writes, and the repeat that it runs.
+type OpenRegions = (Vec<Py<ForwardLog>>, Option<Py<Repeat>>);
+
+/// Returns the logs that this context writes, and the repeat that it runs.
+#[pyfunction]
+pub fn open_regions(py: Python<'_>) -> PyResult<OpenRegions> {
+    let regions = Regions::current(py)?;
+    let Some(regions) = regions.as_ref().map(Bound::get) else {
+        return Ok((Vec::new(), None));
+    };
+    let written = regions.recording.iter().map(|log| log.clone_ref(py));
+    let repeat = regions.repeat.as_ref().map(|it| it.clone_ref(py));
+    Ok((written.collect(), repeat))
 }
 
 /// Context manager around a checkpointed forward or a repeat of it.
@@ -442,7 +463,7 @@ impl ForwardLog {
 /// Native: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct RegionRun {
-    log: Arc<Log>,
+    log: Py<ForwardLog>,
     repeats: bool,
     entered: Mutex<Option<EnteredRegion>>,
 }
@@ -453,47 +474,54 @@ struct EnteredRegion {
     frames: Option<Py<PyAny>>,
     /// Keeps modules instrumented.
     attachment: Option<Py<PyAny>>,
-    repeat: Option<Arc<Repeat>>,
+    repeat: Option<Py<Repeat>>,
 }
 
 impl RegionRun {
-    fn new(log: &Arc<Log>, repeats: bool) -> Self {
+    fn new(log: &Bound<'_, ForwardLog>, repeats: bool) -> Self {
         Self {
-            log: Arc::clone(log),
+            log: log.clone().unbind(),
             repeats,
             entered: Mutex::default(),
         }
     }
 
     fn begin(&self, py: Python<'_>) -> PyResult<EnteredRegion> {
+        let log = self.log.get();
         let (mut frames, mut attachment, mut again) = (None, None, None);
         let regions = if self.repeats {
-            self.log.check(py)?;
-            let outside = self.log.outside.frames.iter();
+            log.check(py)?;
+            let outside = log.outside.frames.iter();
             let all: Vec<_> = outside.filter_map(|frame| frame.get(py)).collect();
-            let visited = self.log.visited(py);
+            let visited = log.visited(py);
             attachment = attach(py, &visited)?;
             frames = Some(current::set(&PyTuple::new(py, all)?)?.unbind());
             let repeat = Repeat {
-                log: Arc::clone(&self.log),
+                log: self.log.clone_ref(py),
                 registered: Mutex::default(),
                 visited,
                 calls: Mutex::default(),
                 taps: Mutex::default(),
                 gone: Arc::default(),
             };
-            again = Some(Arc::new(repeat));
+            let repeat = again.insert(Py::new(py, repeat)?);
             Regions {
                 recording: Vec::new(),
-                repeat: again.clone(),
+                repeat: Some(repeat.clone_ref(py)),
             }
         } else {
             let around = Regions::current(py)?;
             let around = around.as_ref().map(Bound::get);
             let others = around.map_or(&[][..], |it| &it.recording);
             Regions {
-                recording: others.iter().chain([&self.log]).map(Arc::clone).collect(),
-                repeat: around.and_then(|it| it.repeat.clone()),
+                recording: others
+                    .iter()
+                    .chain([&self.log])
+                    .map(|log| log.clone_ref(py))
+                    .collect(),
+                repeat: around
+                    .and_then(|it| it.repeat.as_ref())
+                    .map(|it| it.clone_ref(py)),
             }
         };
         let regions = Bound::new(py, regions)?.into_any();
@@ -539,7 +567,7 @@ impl RegionRun {
             return Ok(());
         };
         OPEN.fetch_sub(1, Ordering::Relaxed);
-        self.log.complete.store(true, Ordering::Relaxed);
+        self.log.get().complete.store(true, Ordering::Relaxed);
         current::reset_in(Regions::variable(py)?, entered.regions.bind(py))?;
         if let Some(frames) = entered.frames {
             current::reset_in(current::variable(py)?, frames.bind(py))?;
@@ -547,7 +575,10 @@ impl RegionRun {
         if let Some(attachment) = entered.attachment {
             attachment.call_method0(py, intern!(py, "release"))?;
         }
-        let gone = |it: Arc<Repeat>| it.gone.get().cloned().or_else(|| it.missed(py));
+        let gone = |it: Py<Repeat>| {
+            let repeat = it.get();
+            repeat.gone.get().cloned().or_else(|| repeat.missed(py))
+        };
         let gone = entered.repeat.and_then(gone);
         gone.map_or(Ok(()), |gone| Err(hook_error(py, gone)))
     }

@@ -54,10 +54,17 @@ impl RowReadings {
         }
     }
 
-    /// Stores the tensor of a reading that has a gradient, unless there is one.
-    pub fn add_graph(&mut self, position: i64, graph: Py<PyAny>, dropped: &mut Dropped) {
-        if let Some(other) = self.graphs.insert(position, graph) {
-            dropped.extend(self.graphs.insert(position, other));
+    /// Stores the tensor of a reading that has a gradient, unless there is one; `again`: even then.
+    pub fn add_graph(
+        &mut self,
+        position: i64,
+        graph: Py<PyAny>,
+        again: bool,
+        dropped: &mut Dropped,
+    ) {
+        match self.graphs.insert(position, graph) {
+            Some(other) if !again => dropped.extend(self.graphs.insert(position, other)),
+            other => dropped.extend(other),
         }
     }
 

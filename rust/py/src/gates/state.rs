@@ -215,7 +215,7 @@ impl GateReadings {
     }
 
     /// Stores readings of the tokens of a call, one for each. `graphs`: the same as tensors with a
-    /// gradient. Raises if one is NaN.
+    /// gradient; `again`: they replace earlier ones. Raises if one is NaN.
     pub fn add(
         &self,
         py: Python<'_>,
@@ -223,6 +223,7 @@ impl GateReadings {
         tokens: &CallTokens,
         readings: &[f64],
         graphs: Option<Vec<Py<PyAny>>>,
+        again: bool,
     ) -> PyResult<()> {
         let mut graphs = graphs.map(Vec::into_iter);
         let mut start = 0;
@@ -239,7 +240,7 @@ impl GateReadings {
                 row.add(positions, own);
                 let graphs = graphs.iter_mut().flatten().take(end - start);
                 for (position, graph) in of_row.positions.iter().zip(graphs) {
-                    row.add_graph(position.0, graph, &mut dropped);
+                    row.add_graph(position.0, graph, again, &mut dropped);
                 }
             });
             start = end;

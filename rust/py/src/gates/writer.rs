@@ -36,11 +36,12 @@ impl GateWriter {
         tokens: &CallTokens,
         readings: &[f64],
         graphs: Option<Vec<Py<PyAny>>>,
+        again: bool,
     ) -> PyResult<()> {
         let py = request.py();
         let states = GateReadings::of(request)?;
         let states = states.get();
-        states.add(py, self.gate.get(), tokens, readings, graphs)?;
+        states.add(py, self.gate.get(), tokens, readings, graphs, again)?;
         for stop in &self.stops {
             stop.get().check(py, states, tokens)?;
         }
@@ -51,17 +52,19 @@ impl GateWriter {
 /// Stores readings of gates of several requests, and checks the stops that depend on them.
 ///
 /// `given`: request and tokens of each of the writers. `readings`: of the tokens, one request after the
-/// other. `graphs`: the same as tensors for each, or None.
+/// other. `graphs`: the same as tensors for each, or None. `again`: these replace earlier ones, which
+/// refuse their gradient.
 ///
 /// Returns the exception of each request, None for one without.
 #[pyfunction]
-#[pyo3(signature = (writers, given, readings, graphs = None))]
+#[pyo3(signature = (writers, given, readings, graphs, *, again))]
 pub fn store_readings<'py>(
     py: Python<'py>,
     writers: Vec<Bound<'py, GateWriter>>,
     given: Vec<(Bound<'py, PyAny>, Bound<'py, CallTokens>)>,
     readings: Vec<f64>,
     graphs: Option<Vec<Option<Vec<Py<PyAny>>>>>,
+    again: bool,
 ) -> Vec<Option<Bound<'py, PyAny>>> {
     let mut graphs = graphs.map(Vec::into_iter);
     let mut start = 0;
@@ -71,9 +74,10 @@ pub fn store_readings<'py>(
         .map(|(writer, (request, tokens))| {
             let end = start + tokens.get().len();
             let own = graphs.as_mut().and_then(Iterator::next).flatten();
-            let written = writer
-                .get()
-                .write(request, tokens.get(), &readings[start..end], own);
+            let written =
+                writer
+                    .get()
+                    .write(request, tokens.get(), &readings[start..end], own, again);
             start = end;
             written
                 .err()
