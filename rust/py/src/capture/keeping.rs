@@ -183,9 +183,9 @@ fn tap(
     let slot = Bound::new(py, slot)?;
     let handle = tensor.call_method1(intern!(py, "register_hook"), (&slot,))?;
     if tensor.getattr(intern!(py, "grad_fn"))?.is_none() {
-        let remove = handle.getattr(intern!(py, "remove"))?.unbind();
+        let handle = handle.unbind();
         let remove = move |args: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
-            remove.call0(args.py()).map(drop)
+            handle.call_method0(args.py(), "remove").map(drop)
         };
         let remove = PyCFunction::new_closure(py, None, None, remove)?;
         let removal = PyWeakrefReference::new_with(collector, remove)?;
