@@ -88,15 +88,15 @@ def _make_class(
 class WritesToPlain(type):
     """Metaclass of generated classes whose attributes are written to their plain class.
 
-    What a module writes to `type(self)` is for all modules of its class. Special methods stay the
+    Writes of a module to `type(self)` are for all modules of its class. Special methods stay the
     generated class's own.
     """
 
     def __init_subclass__(cls) -> None:
         """Shadows the `__init_subclass__` of a custom metaclass, see `_writing_to_plain`."""
 
-    # A patch finds what it replaces in the `__dict__` of a class. To undo it, it writes that to the
-    # class, or deletes a name that was not there. Dynamo gets the real namespace, which its guards
+    # A patch finds the value that it replaces in the `__dict__` of a class. To undo it, it writes
+    # this value to the class, or deletes a name that was not there. Dynamo gets the real namespace, which its guards
     # read; it evaluates their sources in a scope without `__name__`.
     @property  # type: ignore[misc]
     def __dict__(cls) -> Any:  # type: ignore[override]
@@ -128,7 +128,7 @@ class WritesToPlain(type):
 
 @functools.cache
 def _writing_to_plain(metaclass: type) -> Any:
-    """Derives the metaclass of generated classes from that of their plain classes."""
+    """Derives the metaclass of generated classes from the one of their plain classes."""
     derived = type(metaclass.__name__, (WritesToPlain, metaclass), {})
     copyreg.pickle(cast("Any", derived), _reduced)
     return derived

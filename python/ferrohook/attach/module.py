@@ -82,7 +82,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     # Target of `nn.Module.__call__`, which methods of the module's class may call by `super()`.
     _call_impl: ClassVar[Any] = HookedBase.__call__
-    # `nn.Module.__call__` prefers it, and the shared dict has that of the module inside.
+    # `nn.Module.__call__` prefers it, and the shared dict has the one of the module inside.
     _compiled_call_impl: Any = property(lambda _self: None)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

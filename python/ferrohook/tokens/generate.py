@@ -93,7 +93,7 @@ def call_around(module: nn.Module, is_known: Callable[[Any], bool]) -> dict[str,
 
 
 def in_callback() -> bool:
-    """Returns True in a call by what `generate` calls for each token, as a logits processor."""
+    """Returns True inside of a callback of `generate`, such as a logits processor."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") in _CALLBACKS:

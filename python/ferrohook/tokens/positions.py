@@ -37,7 +37,7 @@ PADDING = -1
 PAIR: Final = 2
 """Number of the dimensions (batch, tokens)."""
 NUMBERS: Final = itertools.count(1)
-"""Ids of sequences, but for those of a member of batches."""
+"""Ids of sequences; a member of batches has `OF_REQUEST`."""
 OF_REQUEST: Final = 0
 """Id of the sequences of a member of batches."""
 _FIRST, _LAST = -(2**63), 2**63 - 1

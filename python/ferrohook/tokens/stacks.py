@@ -198,7 +198,7 @@ def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None
 
 
 def _differ(inner: Any, outer: Any, *, as_bools: bool = False) -> bool:
-    """True if the ids, or the masks, of a call differ from those of the call around it.
+    """True if the ids, or the masks, of an inner call and of the call around it differ.
 
     A model may change embeddings ahead of its inner call, and replace negative ids, which are no
     tokens: these do not count.
