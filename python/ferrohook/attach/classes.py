@@ -96,8 +96,8 @@ class WritesToPlain(type):
         """Shadows the `__init_subclass__` of a custom metaclass, see `_writing_to_plain`."""
 
     # A patch finds the value that it replaces in the `__dict__` of a class. To undo it, it writes
-    # this value to the class, or deletes a name that was not there. Dynamo gets the real namespace, which its guards
-    # read; it evaluates their sources in a scope without `__name__`.
+    # this value to the class, or deletes a name that was not there. Dynamo gets the real namespace,
+    # which its guards read; it evaluates their sources in a scope without `__name__`.
     @property  # type: ignore[misc]
     def __dict__(cls) -> Any:  # type: ignore[override]
         own, plain = _namespace(cls), _plain_if_made(cls)
