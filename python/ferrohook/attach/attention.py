@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ferrohook._core import Dispatcher
 from ferrohook.errors import HookError, HookTypeError
-from ferrohook.util.weak import PerModule
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ class AttentionPoints:
 
 
 _LOCK: Final = threading.RLock()  # reentrant: a finaliser may restore a point, which runs `_update`
-_KNOWN: Final[PerModule[AttentionPoints]] = PerModule()
+_KNOWN: Final[PerObject[AttentionPoints]] = PerObject()
 
 
 def points_of(module: nn.Module) -> AttentionPoints:

@@ -17,7 +17,7 @@ from ferrohook.names.spelling import SIGN, suggested
 from ferrohook.util.arguments import describe, expect_module
 from ferrohook.util.suggestions import MOST_SUGGESTIONS, closest_to
 from ferrohook.util.texts import shown
-from ferrohook.util.weak import PerModule
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,7 +111,7 @@ class _Selection(NamedTuple):
 
 
 # Code that captures for each call selects the same each time.
-_SELECTIONS: PerModule[dict[tuple[Any, bool], _Selection]] = PerModule()
+_SELECTIONS: PerObject[dict[tuple[Any, bool], _Selection]] = PerObject()
 MOST_SELECTIONS = 64
 """Number of selectors of a model whose results are remembered."""
 

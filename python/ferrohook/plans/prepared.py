@@ -64,7 +64,7 @@ from ferrohook.tokens.tracking import (
     track,
 )
 from ferrohook.util.arguments import expect
-from ferrohook.util.weak import PerModule, weakly
+from ferrohook.util.weak import PerObject, weakly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -594,7 +594,7 @@ def _why_silent(request: weakref.ref[Request]) -> str:
     return _not_called(found._plan, found._plan.model())
 
 
-_trees: PerModule[weakref.WeakValueDictionary[Any, ModuleTree]] = PerModule()
+_trees: PerObject[weakref.WeakValueDictionary[Any, ModuleTree]] = PerObject()
 
 
 def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:

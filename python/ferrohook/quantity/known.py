@@ -10,7 +10,7 @@ from ferrohook._core import ModuleTree
 from ferrohook.quantity.table import Quantities, Quantity, looked_at
 from ferrohook.util.arguments import expect_module
 from ferrohook.util.swallowed import refuse_swallowed
-from ferrohook.util.weak import PerModule
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ def _unchanged(numbers: _Numbers) -> bool:
         return False
 
 
-_KNOWN: PerModule[Known] = PerModule()
+_KNOWN: PerObject[Known] = PerObject()
 
 
 def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:

@@ -17,7 +17,7 @@ from ferrohook.plans import Request
 from ferrohook.rows import operators
 from ferrohook.util.arguments import expect
 from ferrohook.util.texts import counted
-from ferrohook.util.weak import PerModule
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ferrohook.names.places import Place
     from ferrohook.plans import Prepared
 
-_OPEN: Final[PerModule[weakref.ref[Sites]]] = PerModule()
+_OPEN: Final[PerObject[weakref.ref[Sites]]] = PerObject()
 
 
 def open_sites(model: nn.Module | None) -> Sites | None:

@@ -18,7 +18,6 @@ where a plan needs them.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -28,6 +27,7 @@ from ferrohook.errors import HookError
 from ferrohook.tokens import generate
 from ferrohook.tokens.caches import cache_in, given_cache, lasting, length_of, memory_of
 from ferrohook.tokens.positions import NUMBERS, PADDING, PAIR, Tokens, unpadded
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,19 +87,15 @@ class Sequences:
         self.prompt = prompt
         self._accept = accept
         self._stopped = stopped
-        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        """Sequences by their cache and generations by their configuration: by address."""
+        self._known: PerObject[Any] = PerObject()
+        """Sequences by their cache, and generations by their configuration."""
 
     def _get(self, key: Any) -> Any:
-        key = lasting(key)
-        known = self._known.get(id(key))
-        return None if known is None or known[0]() is not key else known[1]
+        return self._known.get(lasting(key))
 
     def _put(self, key: Any, value: Any) -> None:
-        key = lasting(key)
-        address, known = id(key), self._known
         with contextlib.suppress(TypeError):  # a tuple: nothing can be kept with it
-            known[address] = (weakref.ref(key, lambda _: known.pop(address, None)), value)
+            self._known[lasting(key)] = value
 
     def find(
         self,

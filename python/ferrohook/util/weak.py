@@ -1,4 +1,4 @@
-"""Weak references: methods of objects that may go, values of modules that may go."""
+"""Weak references: methods of objects that may go, values of objects that may go."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
 V = TypeVar("V")
 
@@ -25,32 +23,32 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class PerModule(Generic[V]):
-    """Values of modules, by identity. A value is dropped when its module is collected.
+class PerObject(Generic[V]):
+    """Values of objects, by identity. A value is dropped when its object is collected.
 
-    It reads no attribute of a module, which may answer for all names by `__getattr__`. Each method
-    is one operation of a dict, so threads may call them at once.
+    It reads no attribute of an object: a module may answer for all names by `__getattr__`. Each
+    method is one operation of a dict, so threads may call them at once.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[nn.Module], V]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
 
-    def _entry(self, module: nn.Module, value: V) -> tuple[weakref.ref[nn.Module], V]:
-        # A native callback, which no signal handler interrupts. It runs before another module can
+    def _entry(self, of: Any, value: V) -> tuple[weakref.ref[Any], V]:
+        # A native callback, which no signal handler interrupts. It runs before another object can
         # have this id.
-        return weakref.ref(module, functools.partial(self._entries.pop, id(module))), value
+        return weakref.ref(of, functools.partial(self._entries.pop, id(of))), value
 
-    def get(self, module: nn.Module) -> V | None:
-        """Returns the value of a module; None if it has none."""
-        _, value = self._entries.get(id(module), (None, None))
+    def get(self, of: Any) -> V | None:
+        """Returns the value of an object; None if it has none."""
+        _, value = self._entries.get(id(of), (None, None))
         return value
 
-    def __getitem__(self, module: nn.Module) -> V:
-        return self._entries[id(module)][1]
+    def __getitem__(self, of: Any) -> V:
+        return self._entries[id(of)][1]
 
-    def __setitem__(self, module: nn.Module, value: V) -> None:
-        self._entries[id(module)] = self._entry(module, value)
+    def __setitem__(self, of: Any, value: V) -> None:
+        self._entries[id(of)] = self._entry(of, value)
 
-    def setdefault(self, module: nn.Module, value: V) -> V:
-        """Returns the value of a module, which becomes `value` if it has none."""
-        return self._entries.setdefault(id(module), self._entry(module, value))[1]
+    def setdefault(self, of: Any, value: V) -> V:
+        """Returns the value of an object, which becomes `value` if it has none."""
+        return self._entries.setdefault(id(of), self._entry(of, value))[1]

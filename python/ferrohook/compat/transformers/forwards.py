@@ -36,7 +36,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.util.arguments import describe, expect_callable
 from ferrohook.util.never_trace import never_trace
 from ferrohook.util.suggestions import closest_to
-from ferrohook.util.weak import PerModule
+from ferrohook.util.weak import PerObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,7 +218,7 @@ def _flags_of(model: nn.Module) -> set[str]:
 
 
 # Of models whose forwards got flags that these do not declare.
-_FLAGS: PerModule[set[str]] = PerModule()
+_FLAGS: PerObject[set[str]] = PerObject()
 
 
 def _match_output(
