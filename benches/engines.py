@@ -292,7 +292,6 @@ def measure(name: str, llm: Any, requests: int) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT / "tests"))
     if len(sys.argv) > 2:  # noqa: PLR2004 (a plug-in and a folder)
         serve_all(sys.argv[1], Path(sys.argv[2]))

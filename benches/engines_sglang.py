@@ -7,7 +7,6 @@ Run by the interpreter of `make sglang`:
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -104,6 +103,5 @@ def measure(local: Any, plans: list[Any]) -> Round:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     main(*map(int, sys.argv[1:]))

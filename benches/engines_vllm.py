@@ -5,7 +5,6 @@ Run by the interpreter of `make vllm`: `.venv-vllm/bin/python -m benches.engines
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -174,7 +173,6 @@ def measure(llm: Any, plans: list[Any], system: Sequence[int] = (), new_tokens: 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     if len(sys.argv) > 1 and not sys.argv[1].isdigit():
         serve_compiled(Path(sys.argv[1]), has_sites="sites" in sys.argv)

@@ -10,7 +10,6 @@ import warnings
 
 # Read by transformers as it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benches.rivals import page
 from benches.rivals.children import ANSWER, play_all

@@ -18,18 +18,8 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "new-engine.md"
 WIDTH, NEW = 8, 5
-UNGUARDED = {
-    "running",
-    "_serving",
-    "failing",
-    "guarded",
-    "_fail_all",
-    "fail",
-    "state",
-    "failures",
-    "reason_of",
-}
-"""Functions that put the guards around the rest, and functions that run after a fault."""
+UNGUARDED = {"state", "failures", "reason_of"}
+"""Functions that run after a fault."""
 
 
 @pytest.fixture(scope="module")

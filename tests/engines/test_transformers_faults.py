@@ -16,7 +16,7 @@ from support.faults import NOWHERE, FaultError, Injector
 
 NEW, WAIT, PARTS = 4, 60, 4
 UNGUARDED = {
-    *("replaced", "_failing_in_step", "running", "_serving", "failing", "guarded"),
+    *("replaced", "_failing_in_step"),
     *("_complete", "state", "_give", "_end_failed"),
 }
 STEERED = Job([5, 6, 7, 8], (Change(1, fh.Add(torch.ones(WIDTH)), "generated"),), ("model.norm",))

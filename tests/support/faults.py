@@ -24,16 +24,20 @@ class FaultError(Exception):
     """Raised in a call of a function of ferrohook, as if that had a fault."""
 
 
+GUARDS = {"running", "_serving", "failing", "_Failing.__enter__", "_Failing.__exit__", "fail"}
+"""Functions that guard the steps of each engine, or that run after a fault."""
+
+
 class Injector:
     """Counts the calls in a thread, as its profiler, and raises in one of them.
 
     Args:
-        unguarded: functions that put the guards around the rest, or that run after a fault.
+        unguarded: further functions that put the guards around the rest, or that run after a fault.
         at: number of the call; None for none.
     """
 
     def __init__(self, unguarded: set[str], at: int | None = None) -> None:
-        self._unguarded = unguarded
+        self._unguarded = GUARDS | unguarded
         self._at = at
         self.calls: list[str] = []
         """Functions that were called."""
@@ -49,7 +53,8 @@ class Injector:
         while caller and caller.f_code.co_filename.startswith(PACKAGE):
             above.append(caller.f_code.co_name)
             caller = caller.f_back
-        if above[0][0] == "<" or above[0] in self._unguarded or above[1:2] == ["replaced"]:
+        unguarded = not self._unguarded.isdisjoint({code.co_name, code.co_qualname})
+        if above[0][0] == "<" or unguarded or above[1:2] == ["replaced"]:
             return
         if (
             "__del__" in above

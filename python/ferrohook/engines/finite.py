@@ -33,6 +33,14 @@ def is_read_at_once(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def is_drawable(logits: Tensor) -> bool:
+    """Returns True if a token can be drawn from each row, as `WatchedRows.clean_logits` has it.
+
+    False if the host would have to wait for a device to know.
+    """
+    return logits.is_cpu and all(abs(it) < LIMIT for it in logits.amax(-1).flatten().tolist())
+
+
 def _wide(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
@@ -50,8 +58,8 @@ class WatchedRows:
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
         self._rows: dict[torch.device, Tensor] = {}
-        self._found: list[tuple[str, list[str], Tensor]] = []
-        """Tensors with bad numbers: name, owners of the rows, and bools of the rows."""
+        self.found: list[tuple[str, list[str], Tensor]] = []
+        """Tensors that may have bad numbers: name, owners of the rows, and bools of the rows."""
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
     def _rows_on(self, device: torch.device) -> Tensor:
@@ -85,7 +93,7 @@ class WatchedRows:
         index = self._rows_on(tensor.device)
         rows = tensor.index_select(dim, index)
         bad = ~(rows.abs() < LIMIT)  # NaN is not below anything
-        self._found.append((what, self._owners, bad.movedim(dim, 0).flatten(1).any(1)))
+        self.found.append((what, self._owners, bad.movedim(dim, 0).flatten(1).any(1)))
         return tensor.index_copy(dim, index, rows.masked_fill(bad, 0))
 
     def watch(self, what: str, owners: list[str], values: Iterable[Tensor]) -> None:
@@ -100,7 +108,7 @@ class WatchedRows:
         wide = (each if each.dtype.itemsize > 1 else each.float() for each in values)
         good = [(each.flatten(1).abs() < LIMIT).all(1) for each in wide]
         if good:
-            self._found.append((what, owners, ~torch.stack(good).all(0)))
+            self.found.append((what, owners, ~torch.stack(good).all(0)))
 
     def clean_logits(self, scores: Tensor, drawn: Sequence[str]) -> Tensor:
         """Returns logits with zeros in the watched rows from which no token can be drawn.
@@ -119,14 +127,12 @@ class WatchedRows:
         index = to_device(torch.tensor(places, device="cpu"), scores.device)
         rows = scores.index_select(1, index)
         bad = ~(rows.amax(-1).abs() < LIMIT)
-        if scores.is_cpu and not bool(bad.any()):
-            return scores
-        self._found.append(("logits", [drawn[place] for place in places], bad[0]))
+        self.found.append(("logits", [drawn[place] for place in places], bad[0]))
         return scores.index_copy(1, index, rows.masked_fill(bad[..., None], 0))
 
     def send(self) -> None:
         """Starts to copy the counts of bad numbers to the host, on the current stream."""
-        found = [bad for _, _, bad in self._found]
+        found = [bad for _, _, bad in self.found]
         if found and not found[0].is_cpu:
             bad = torch.cat(found)
             host = torch.empty_like(bad, device="cpu", pin_memory=True)
@@ -139,7 +145,7 @@ class WatchedRows:
         """Returns a bool on the device: whether a tensor had bad numbers in rows of a request."""
         found = [
             bad[place]
-            for _, owners, bad in self._found
+            for _, owners, bad in self.found
             for place, owner in enumerate(owners)
             if owner == request_id
         ]
@@ -150,13 +156,13 @@ class WatchedRows:
 
         Waits for the copy.
         """
-        found = [each for _, _, each in self._found]
+        found = [each for _, _, each in self.found]
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()
             found = [*host.split([len(each) for each in found])]
         lost: dict[str, str] = {}
-        for (what, owners, _), bad in zip(self._found, found, strict=True):
+        for (what, owners, _), bad in zip(self.found, found, strict=True):
             for row in bad.nonzero().flatten().tolist():
                 lost.setdefault(owners[row], what)
         return lost

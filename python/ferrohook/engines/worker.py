@@ -8,14 +8,14 @@ import logging
 import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ferrohook._core import to_device
 from ferrohook.dictionaries.dictionary import Dictionary
 from ferrohook.engines.admission import wanted
-from ferrohook.engines.finite import WatchedRows, failure
+from ferrohook.engines.finite import WatchedRows, failure, is_drawable
 from ferrohook.engines.harvest import Harvest, error_answer
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest, Span, reason_of
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ferrohook.engines.support import Capabilities
     from ferrohook.engines.wire import Upload
     from ferrohook.gates.state import Stopped
-    from ferrohook.plans import Plan, Prepared, Request
-    from ferrohook.rows.batches import GatheredModule
+    from ferrohook.plans import Plan, Prepared
+    from ferrohook.rows.batches import Batch, GatheredModule
 
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
@@ -206,11 +206,7 @@ class EngineWorker:
         Args:
             requests: the ones that the code is for; None for all with a plan.
         """
-        return guarded(functools.partial(self._fail_all, requests))
-
-    def _fail_all(self, requests: Iterable[EngineRequest] | None, error: Exception) -> None:
-        for request in [*self.requests.values()] if requests is None else requests:
-            self.fail(request, error)
+        return _Failing(self, requests)
 
     def fail(self, request: EngineRequest, error: BaseException) -> None:
         """Ends a request whose plan failed, once."""
@@ -326,22 +322,20 @@ class EngineWorker:
             return
         in_step, row = [], 0
         steps = zip(request_ids, counts, positions, strict=True)
-        for request_id, count, position in steps:
+        for request_id, rows, first in steps:
             request = None if request_id is None else self.requests.get(request_id)
-            drafts = 0 if request_id is None else len(self._drafts.get(request_id, ()))
-            rows = int(count)
+            drafts = len(self._drafts.get(request_id or "", ())) if self._drafts else 0
             if request is not None and request.opened is not None and not request.waits:
-                first = int(position)
+                name, prompt = request.name, request.prompt_length
                 request.run(first, rows, drafts)
-                span = Span(request.name, row, rows, first, request.prompt_length)
-                in_step.append((request, span))
-                last = span._replace(
-                    first_row=self._sampling, rows=1 + drafts, position=request.end - 1 - drafts
-                )
-                if request.reads_logits:
-                    self._sampled.append((request, last))
-                if request.changes:
-                    self._drawn.append((request, last))
+                in_step.append((request, Span(name, row, rows, first, prompt)))
+                if request.reads_logits or request.changes:
+                    last = first + rows - 1 - drafts
+                    drawn = request, Span(name, self._sampling, 1 + drafts, last, prompt)
+                    if request.reads_logits:
+                        self._sampled.append(drawn)
+                    if request.changes:
+                        self._drawn.append(drawn)
             row += rows
             self._sampling += 1 + drafts
         self._in_step = in_step
@@ -383,19 +377,21 @@ class EngineWorker:
         self, members: Sequence[tuple[EngineRequest, Span]], rows: int, *, logits: bool = False
     ) -> Iterator[None]:
         """Enters a batch of requests, and notes which it ended; `logits`: its rows are logits."""
-        around = contextlib.ExitStack()
-        requests = [request for request, _ in members]
-        with self.failing(requests):
-            self._enter(around, members, rows, logits=logits)
+        batch: Batch | None = None
+        failing = self.failing([request for request, _ in members])
+        with failing:
+            batch = self._entered(members, rows, logits=logits)
         try:
             yield
         except BaseException:
-            with self.failing(requests):
-                around.__exit__(*sys.exc_info())
+            if batch is not None:
+                with failing:
+                    batch.__exit__(*sys.exc_info())
             raise
-        with self.failing(requests):
-            around.close()
-        with self.failing(requests):
+        if batch is not None:
+            with failing:
+                batch.__exit__(None, None, None)
+        with failing:
             for request, span in members:
                 if (error := request.failure) is not None:
                     # Logits that were read are not computed again.
@@ -420,31 +416,30 @@ class EngineWorker:
             self._retried.add(request.name)
         return True
 
-    def _enter(
-        self,
-        around: contextlib.ExitStack,
-        in_batch: Sequence[tuple[EngineRequest, Span]],
-        rows: int,
-        *,
-        logits: bool,
-    ) -> None:
-        """Enters a batch; requests that cannot be in it fail."""
-        while members := [each for each in in_batch if each[0].failure is None]:
-            opened = [(cast("Request", request.opened), span) for request, span in members]
+    def _entered(
+        self, in_batch: Sequence[tuple[EngineRequest, Span]], rows: int, *, logits: bool
+    ) -> Batch | None:
+        """Enters a batch; requests that cannot be in it fail, perhaps all."""
+        while opened := [
+            (each, span)
+            for request, span in in_batch
+            if request.failure is None and (each := request.opened) is not None
+        ]:
             try:
                 dim, gathered = (0, []) if logits else (self._dim, self._gathered(rows))
                 batch = batch_of_step(opened, dim, rows, gathered)
                 batch.__enter__()
             except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-                closed = [request for request, _ in members if request.closed]
+                members = [request for request, _ in in_batch if request.failure is None]
+                closed = [request for request in members if request.closed]
                 for request in closed:
                     msg = "the plan of the request was closed while it ran"
                     self.fail(request, HookError(msg))
-                for request, _ in () if closed else members:
+                for request in () if closed else members:
                     self.fail(request, error)
             else:
-                around.push(batch)
-                return
+                return batch
+        return None
 
     def _gathered(self, rows: int) -> list[GatheredModule]:
         """Returns the modules of another layout in a step of `rows` rows, see `batch_of_step`."""
@@ -482,6 +477,8 @@ class EngineWorker:
             owners = [span.request_id for span in hiding for _ in range(span.rows)]
             places = written(to_device(torch.tensor(rows, device="cpu"), hidden.device))
             watched.watch("keys and values", owners, (each.values for each in places))
+        if not watched.found:
+            return
         watched.send()
         self._checks.append(StepCheck(watched, changed, written, {it.name for it, _ in changed}))
         if not later or any(span.rows > 1 for _, span in changed):
@@ -498,8 +495,8 @@ class EngineWorker:
             the logits, with zeros in rows of these requests.
         """
         changed, self._drawn = self._drawn, []
-        if not changed or len(logits) != self._sampling:  # else of other rows
-            return logits
+        if not changed or len(logits) != self._sampling or is_drawable(logits):
+            return logits  # of other rows, or as they may be
         owners = [""] * len(logits)
         for request, span in changed:
             owners[span.first_row : span.first_row + span.rows] = [request.name] * span.rows
@@ -657,17 +654,22 @@ def _wrote_nothing(_rows: slice | Tensor) -> Iterable[WrittenRows]:
     return ()
 
 
-@contextlib.contextmanager
-def guarded(fail: Callable[[Exception], None]) -> Iterator[None]:
-    """Runs code of ours in an engine's step; a fault there is logged, and fails requests.
+class _Failing(NamedTuple):
+    """See `EngineWorker.failing`: a step enters it faster than a generator."""
 
-    Args:
-        fail: takes the fault, and fails the requests that the code is for.
-    """
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+    worker: EngineWorker
+    requests: Iterable[EngineRequest] | None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
         _LOG.error(
             "ferrohook failed in a step of the engine, so requests with plans fail", exc_info=error
         )
-        fail(error)
+        worker, requests = self
+        for request in [*worker.requests.values()] if requests is None else requests:
+            worker.fail(request, error)
+        return True

@@ -24,22 +24,12 @@ if TYPE_CHECKING:
 
 UNGUARDED = {
     *("_queueing", "take_request", "_aborting", "_processing", "_limiting", "_batched"),
-    *(
-        "_forwarding",
-        "_answering",
-        "forward",
-        "running",
-        "_serving",
-        "failing",
-        "guarded",
-        "_fail_all",
-    ),
+    *("_forwarding", "_answering", "forward"),
     *(
         "answer",
         "_forward",
         "_checking",
         "_drawing",
-        "fail",
         "failures",
         "reason_of",
         "reject",

@@ -29,8 +29,7 @@ UNGUARDED = {
     *("cut", "retry", "end"),
     *("finding", "_safely", "has_plan"),
     *("replaced", "updating", "preparing", "calling", "adding", "executing", "sampling"),
-    *("take_request", "running", "_serving", "computing", "gate_values", "failing", "guarded"),
-    *("_fail_all", "fail", "state", "failures", "stops", "retries"),
+    *("take_request", "computing", "gate_values", "state", "failures", "stops", "retries"),
     *("reason_of", "_mark", "get_output", "sent_checks"),
 }
 _numbers = itertools.count(1)

@@ -169,7 +169,7 @@ def test_positions_of_the_host_would_be_found(
     settle = RunnerWorker.settle_step
 
     def settling(self: RunnerWorker, ids: Any, counts: Any, positions: Any, _exact: Any) -> None:
-        settle(self, ids, counts, positions, positions.tolist)
+        settle(self, ids, counts, positions, lambda: positions)
 
     monkeypatch.setattr(RunnerWorker, "settle_step", settling)
     jobs = [job for job in drawn(request) if not job.gated]

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import stream_context
 
 from ferrohook.attach.attention import pass_ahead
-from ferrohook.engines.finite import WatchedRows, failure
+from ferrohook.engines.finite import WatchedRows, failure, is_drawable
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.requests import EngineRequest
 from ferrohook.engines.transformers.steps import ROWS, check_row_map, read_step
@@ -258,8 +258,8 @@ class ManagerWorker(EngineWorker):
     def _sample(self, original: Callable[..., None], scores: Tensor, *others: Any) -> None:
         if self._watched is not None:
             with self._failing_in_step():
-                # Drawing from NaN would raise, for all.
-                scores = self._watched.clean_logits(scores, self._step.drawn)
+                if not is_drawable(scores):  # drawing from NaN would raise, for all
+                    scores = self._watched.clean_logits(scores, self._step.drawn)
                 self._watched.send()
         with self._failing_in_step():
             scores = self._ending(scores)

@@ -181,6 +181,7 @@ def _connected(engine: Any, answers: list[bytes], *, serves: bool) -> FrontEnd:
     return found
 
 
+@functools.cache
 def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"vllm.{module}"), name)
 

@@ -164,9 +164,9 @@ def _attach_v1(runner: Any, worker: RunnerWorker) -> None:
         with worker.failing():
             batch = runner.input_batch
             number = batch.num_reqs
-            positions = batch.num_computed_tokens_cpu[:number]
+            positions = batch.num_computed_tokens_cpu[:number].tolist()
             exact = runner.num_computed_tokens[:number].tolist  # a view: nothing waits for it
-            worker.settle_step(batch.req_ids[:number], counts, positions, exact)
+            worker.settle_step(batch.req_ids[:number], counts.tolist(), positions, exact)
 
     def calling(
         original: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
@@ -215,13 +215,14 @@ def _attach_v2(runner: Any, worker: RunnerWorker) -> None:
 
     def preparing(batch: Any, *_args: Any, **_kwargs: Any) -> None:
         with worker.failing():
-            positions = batch.num_computed_tokens_np[: batch.num_reqs]
+            positions = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
 
             def exact() -> list[int]:
                 computed: list[int] = runner.req_states.num_computed_tokens.gpu.tolist()
                 return [computed[each] for each in batch.idx_mapping_np]
 
-            worker.settle_step(batch.req_ids, batch.num_scheduled_tokens, positions, exact)
+            counts = batch.num_scheduled_tokens.tolist()
+            worker.settle_step(batch.req_ids, counts, positions, exact)
         entered.enter_context(worker.running(batch.num_tokens_after_padding))
 
     def executing(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -360,7 +360,7 @@ class RunnerWorker(EngineWorker):
                 positions = exact()
             for request, position in zip(planned, positions, strict=True):
                 if request is not None:
-                    request.decide(int(position) + 1)
+                    request.decide(position + 1)
         self.settle(request_ids, counts, positions)
 
     def gate_values(self) -> dict[str, GateValues]:
