@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::hint::black_box;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, HookId, Inside, Phase};
@@ -167,6 +168,8 @@ impl<'a, 'py> ProgramRun<'a, 'py> {
         }
         let mut changed = None;
         for stage in &self.program.stages {
+            // Loads that miss the caches overlap; the atomic additions that enter hooks do not.
+            black_box(stage.hooks.iter().all(|hook| !hook.entry.removed()));
             let mut running = Vec::with_capacity(stage.hooks.len());
             let mut invocations = Vec::with_capacity(stage.hooks.len());
             for hook in &stage.hooks {
