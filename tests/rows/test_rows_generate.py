@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -197,6 +198,36 @@ def test_a_second_text_is_refused(pair: tuple[Any, tuple[str, ...]]) -> None:
         generate(model, prompts())
         with pytest.raises(fh.errors.RowsError, match="other texts begin in this batch"):
             generate(model, prompts())
+
+
+class Twice(transformers.LlamaForCausalLM):
+    """Runs a second text in each call, ahead of the first one or after it."""
+
+    ahead: bool
+    length: int
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        other = torch.full_like(input_ids, 5)[:, : self.length]
+        if self.ahead:
+            self.model(other, use_cache=False)
+        output = super().forward(input_ids, **options)
+        if not self.ahead:
+            self.model(other, use_cache=False)
+        return output
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [2, 1000])
+def test_a_second_text_of_a_forward_without_a_cache_is_refused(ahead: bool, length: int) -> None:
+    model, names = of("llama")
+    model.__class__ = Twice
+    model.ahead, model.length = ahead, length
+    with (
+        pytest.raises(fh.errors.RowsError, match="other texts begin in this batch"),
+        fh.rows.generating([opened(model, names, 0), None, None]),
+    ):
+        generate(model, prompts(), use_cache=False)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -388,6 +389,34 @@ def test_a_text_that_the_model_edits_ahead_of_an_inner_call_is_one_text() -> Non
     with plan.open(model := Edited()):
         changed = model(torch.tensor([[5, -100, 7, 8]]), torch.tensor([[1, 1, 2, 2]]))
     assert not changed.any()
+
+
+class Shifted(transformers.LlamaForCausalLM):
+    """Gives other ids to its inner model, which could be those of another text."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        return super().forward((input_ids + 1) % 32, **options)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
+def test_other_ids_without_a_cache_need_the_length_of_the_prompt() -> None:
+    model, name = language_model("llama", WIDTH), f"{LAYERS['llama']}.0.mlp"
+    model.__class__ = Shifted
+    ids, options = torch.tensor([[1, 2, 3, 4]]), {"max_new_tokens": NEW, "do_sample": False}
+    plan = fh.Plan(fh.keep(name, at="generated", calls="all"))
+    with plan.open(model) as request:
+        model.generate(ids, **options)
+    expected = torch.cat([*request.acts[name]])
+    with plan.prepare(model).open(prompt=4) as request:
+        model.generate(ids, use_cache=False, **options)
+    torch.testing.assert_close(request.acts[name][-1], expected)
+    with plan.open(model), pytest.raises(fh.HookError, match="other ids than the call around it"):
+        model.generate(ids, use_cache=False, **options)
+    stop = fh.Plan(fh.gate("g", name, fh.Norm()), fh.stop(when=fh.above("g", 1e9)))
+    with stop.open(model), pytest.raises(fh.HookError, match="use_cache=True"):
+        model.generate(ids, use_cache=False, **options)
 
 
 class Embedded(nn.Module):

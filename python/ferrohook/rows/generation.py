@@ -39,6 +39,8 @@ class _GenerationBatch(Batch):
     """Tokens of the calls that run, inner ones after outer ones."""
     _texts: dict[nn.Module, int]
     """Number of the texts that each decoder runs."""
+    _inside: dict[nn.Module, bool]
+    """Decoders that have run in the outermost call; False if not with the tokens around them."""
 
     def _attach(self) -> None:
         """Makes each call find its positions; called as it is entered."""
@@ -60,8 +62,10 @@ class _GenerationBatch(Batch):
         """Sets the positions of a call."""
         around = next((each for each in reversed(self._running) if each is not None), None)
         self._running.append(None)
+        if around is None:
+            self._inside.clear()
         if stack.inner and around is not None and stack.repeats(args, kwargs, around):
-            self._check_text(stack, module, around.number)
+            self._check_text(stack, module, around, repeats=True)
             return
         if in_callback():
             msg = (
@@ -70,7 +74,7 @@ class _GenerationBatch(Batch):
             )
             raise RowsError(msg)
         tokens = self._sequences.find(stack, module, args, kwargs)
-        self._check_text(stack, module, tokens.number)
+        self._check_text(stack, module, tokens, repeats=False)
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
             msg = (
@@ -89,8 +93,16 @@ class _GenerationBatch(Batch):
         prompts = both[:, 0].tolist()
         self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
 
-    def _check_text(self, stack: TokenStack, module: nn.Module, number: int) -> None:
-        if not stack.encoder and self._texts.setdefault(module, number) != number:
+    def _check_text(
+        self, stack: TokenStack, module: nn.Module, tokens: Tokens, *, repeats: bool
+    ) -> None:
+        if stack.encoder:
+            return
+        # Without a cache all texts in a call of `generate` have one number.
+        same = repeats and self._inside.get(module, repeats)
+        another = module in self._inside and tokens.cache is None and not same
+        self._inside[module] = repeats
+        if another or self._texts.setdefault(module, tokens.number) != tokens.number:
             msg = (
                 "other texts begin in this batch, and their rows would mix with those before: make "
                 "a batch with generating for each call of generate, with requests opened for it"
@@ -160,5 +172,5 @@ def generating(requests: Sequence[Request | None]) -> Batch:
     made._attach_as_entered()
     stopped = weakly(made.stopped) if any(it.may_stop for it in places) else None
     made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped)
-    made._running, made._texts = [], {}
+    made._running, made._texts, made._inside = [], {}, {}
     return made

@@ -101,7 +101,8 @@ def check_prompt(at: At, tokens: Tokens, name: str) -> None:
         msg = (
             f"positions {at!r} refer to the prompt, but a call of {name} does not show where it "
             "ends: the call continues from a KV cache whose first call this request has not seen, "
-            "or that generate filled, or that was cut back. Pass the length of the prompt with "
+            "or that generate filled, or that was cut back; or it runs other ids than the call "
+            "around it in generate, without a cache. Pass the length of the prompt with "
             "prepared.open(prompt=...)"
         )
         raise HookError(msg)

@@ -120,9 +120,14 @@ class Sequences:
         call = _StackCall(stack, stack.arguments(args, kwargs))
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
         past = call.past(before)
+        generation = None if stack.encoder else self._generation(module, call, past)
         # With as many tokens as the call around it, it runs another text, such as one of guidance.
         other = outer is not None and call.given.shape[:2] == outer.positions.shape
-        generation = None if stack.encoder or other else self._generation(module, call, past)
+        # Or the text of `generate`, whose ids the model edited: only a cache tells them apart.
+        unknown = other and generation is not None and call.cache is None
+        if unknown:
+            self._refuse_stops(stack)
+        generation = None if other else generation
         if before is not None and call.has_other_rows(before, reorders=generation is not None):
             before = before.of_other_rows(call.batch)
         if generation is not None and call.cache is None and generation.has_run:
@@ -134,12 +139,8 @@ class Sequences:
         ends = positions.amax(-1) + 1 if call.length else positions.new_zeros(call.batch)
         if goes_on is not None and goes_on.ends is not None:
             ends = torch.maximum(goes_on.ends, ends)
-        prompt = None
-        if generation is None and past == 0:
-            prompt = (ends, call.length) if call.is_one_run() else None
-        elif generation is None and before is not None and past and before.prompt is not None:
-            # Not if the cache was cut back into its prompt.
-            prompt = before.prompt if past >= before.prompt[1] else None
+        known = generation is None and not unknown
+        prompt = _prompt_of(call, past, before, ends) if known else None
         number = _number_of(call, past, before, generation)
         drafts = generation is not None and generation.drafts
         if before is not None and past and past < before.seen and call.length and not drafts:
@@ -160,6 +161,15 @@ class Sequences:
         if drafts and generate.drafts_itself(module):  # its accepted tokens run again
             positions = torch.full_like(positions, PADDING)
         return Tokens(positions, lengths, after, number, call.cache, call.given, call.mask)
+
+    def _refuse_stops(self, stack: TokenStack) -> None:
+        if self._stopped is not None:
+            msg = (
+                f"a call of {stack.name} in generate runs other ids than the call around it, "
+                "without a cache: whether they are its text, whose rows a plan with stop() ends, "
+                "is not known. Pass use_cache=True"
+            )
+            raise HookError(msg)
 
     def _cut_back(self, positions: Tensor, number: int) -> int:
         """Takes back the rows of tokens that were cut out of a cache; returns the new number.
@@ -316,6 +326,25 @@ def _continued(
     # The cache was cut back or filled elsewhere: how much of that was padding is not known.
     padded = before.ends is None or bool((before.ends != before.seen).any())
     return before._replace(ends=None) if padded and generation is None else None
+
+
+def _prompt_of(
+    call: _StackCall, past: int | None, before: _Sequence | None, ends: Tensor
+) -> tuple[Tensor, int] | None:
+    """Returns the prompts of a call outside of `generate`, as `_Sequence` has them.
+
+    Args:
+        call: the call.
+        past: number of tokens, padding included, that came before; None if it is not known.
+        before: the sequences that its cache has.
+        ends: position after the last token of each row.
+    """
+    if past == 0:
+        return (ends, call.length) if call.is_one_run() else None
+    if before is None or past is None or before.prompt is None:
+        return None
+    # Not if the cache was cut back into its prompt.
+    return before.prompt if past >= before.prompt[1] else None
 
 
 def _number_of(
