@@ -285,6 +285,23 @@ def test_a_class_that_refers_to_its_wrapped_instance_is_freed_with_it() -> None:
     assert [ref() for ref in watched if ref() is not fh.HookedModule] == [None] * 2
 
 
+def test_a_metaclass_is_freed_with_its_classes() -> None:
+    class Meta(type):
+        pass
+
+    class Mine(nn.ReLU, metaclass=Meta):
+        pass
+
+    first, second = Mine(), Mine()
+    with fh.instrument(first):
+        fh.HookedModule(second)(torch.ones(1))
+        assert type(type(first)) is type(type(fh.HookedModule(second)))
+    freed = weakref.ref(Meta)
+    del Meta, Mine, first, second
+    gc.collect()
+    assert freed() is None
+
+
 def test_a_module_may_lose_its_last_reference_during_a_call() -> None:
     held: list[Module] = [fh.HookedModule(Echo())]
     gone = weakref.ref(held[0])

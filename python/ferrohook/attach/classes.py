@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import sys
 from abc import ABCMeta
 from types import MappingProxyType
@@ -126,11 +125,14 @@ class WritesToPlain(type):
             delattr(plain, name)
 
 
-@functools.cache
 def _writing_to_plain(metaclass: type) -> Any:
     """Derives the metaclass of generated classes from the one of their plain classes."""
-    derived = type(metaclass.__name__, (WritesToPlain, metaclass), {})
-    copyreg.pickle(cast("Any", derived), _reduced)
+    bases = (WritesToPlain, metaclass)
+    subclasses: list[type] = type.__subclasses__(metaclass)
+    known = [each for each in subclasses if each.__bases__ == bases]
+    derived = known[0] if known else type(metaclass.__name__, bases, {})
+    if stays(metaclass):  # the table never lets a metaclass go
+        copyreg.pickle(cast("Any", derived), _reduced)
     return derived
 
 
