@@ -386,6 +386,19 @@ def test_gradients_of_several_forwards_with_a_checkpointed_gate(
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("places", [["layers.0"], ["embed", "layers.2"]])
+def test_a_repeat_of_gradients_keeps_no_values_again(places: list[str], reentrant: bool) -> None:
+    net = Checkpointed(reentrant)
+    gate = fh.gate("g", places, fh.Norm())
+    last, every = (fh.keep("@gate.g", calls=calls, label=calls) for calls in ("last", "all"))
+    with fh.Plan(gate, last, every).open(net) as request:
+        loss = net(IDS).sum() + net(IDS + 3).sum()
+        found = [request.acts["last:@gate.g"], *request.acts["all:@gate.g"]]
+        loss.backward()
+    torch.testing.assert_close([request.acts["last:@gate.g"], *request.acts["all:@gate.g"]], found)
+
+
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_sums_keep_vectors_only_for_repeats_and_no_graph_gradients(reentrant: bool | None) -> None:
     width, layers = 97, 4

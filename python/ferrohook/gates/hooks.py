@@ -206,7 +206,7 @@ def _store(
     errors = store_readings(writers, given, read.tolist(), graphs, again=again)
     for number, reader in enumerate(readers):
         reader.note_read(*given[number])
-        if reader.kept and errors[number] is None:
+        if reader.kept and errors[number] is None and repeat is None:
             try:
                 reader.keep(*given[number], read.device)
             except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
