@@ -273,6 +273,21 @@ def test_copies_have_no_points_of_the_original() -> None:
         assert {*vars(attention_of(each, "llama", 1))} == names
 
 
+def test_global_hooks_of_points_are_listed_and_cleared() -> None:
+    model = copy.deepcopy(MODELS("llama"))
+    seen: list[str] = []
+    for name in ("z", "pattern"):
+        point = getattr(points(model), name)
+        fh.register(point, "", lambda *_, name=name: seen.append(name))
+    path = next(path for path, it in model.named_modules() if it is points(model).module)
+    assert [each.module for each in fh.hooks(model)] == [f"{path}.z", f"{path}.pattern"]
+    assert [each.module for each in fh.hooks(points(model).module)] == ["z", "pattern"]
+    fh.clear(model)
+    assert fh.hooks(model) == []
+    logits(model)
+    assert not seen
+
+
 def test_a_point_goes_with_its_model() -> None:
     model = attention_model("llama")
     point = points(model).q

@@ -6,6 +6,7 @@ import linecache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import HookedBase, release_unused
+from ferrohook.attach.attention import KEY as POINTS
 from ferrohook.attach.hook_info import as_given, find_registry, hooks_of, state_of
 from ferrohook.names.select import select
 from ferrohook.util.arguments import expect_module
@@ -138,8 +139,17 @@ def clear(model: nn.Module) -> None:
 
 
 def _registries(model: nn.Module) -> Iterator[tuple[str, nn.Module, Registry]]:
-    for name, module in select(model).items():
+    for name, module in _modules(model):
         # A wrapper and the module inside have a registry each.
         for each in (module, *([module._inner] if isinstance(module, HookedBase) else [])):
             if (registry := find_registry(each)) is not None:
                 yield name, each, registry
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model, and the points of its attention, by name."""
+    for name, module in select(model).items():
+        yield name, module
+        if (points := vars(module).get(POINTS)) is not None:
+            for point in points.all:
+                yield f"{name}.{point.name}".lstrip("."), point
