@@ -319,17 +319,22 @@ class Guided(transformers.LlamaForCausalLM):
     """Runs a second text, with a cache of its own, in each call."""
 
     other: Any = None
+    length = 3
+    """Tokens of its prompt."""
 
     @functools.wraps(transformers.LlamaForCausalLM.forward)
     def forward(self, input_ids: Any = None, **options: Any) -> Any:
         output = super().forward(input_ids, **options)
         if self.other is not None:
+            length = self.length if self.other.get_seq_length() == 0 else 1
+            ids = torch.full((len(input_ids), length), 5)
             cache = {name: self.other for name in options if "cache" in name and name[0] != "u"}
-            self.model(torch.full_like(input_ids, 5), use_cache=True, **cache)
+            self.model(ids, use_cache=True, **cache)
         return output
 
 
-def test_a_second_text_of_a_forward_takes_no_stop_of_the_first() -> None:
+@pytest.mark.parametrize("length", [2, 3, 6])
+def test_a_second_text_of_a_forward_takes_no_stop_of_the_first(length: int) -> None:
     guided = copy.deepcopy(model())
     guided.__class__ = Guided
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PADDING}
@@ -340,12 +345,21 @@ def test_a_second_text_of_a_forward_takes_no_stop_of_the_first() -> None:
         fh.gate("g", "model.embed_tokens", fh.Cosine(vector), at="generated"),
         fh.stop(when=fh.above("g", 0.99)),
     )
-    guided.other = transformers.DynamicCache()
+    guided.other, guided.length = transformers.DynamicCache(), length
     with plan.open(guided) as request:
         found = guided.generate(**PROMPT, **options)[0].tolist()
     end = plain.index(plain[4], 3)
     assert found == [*plain[: end + 1], END]
     assert request.stopped == [("g", end, 0)]
+    # At the end of the prompt, the last token of the text that runs first.
+    vector = guided.get_input_embeddings().weight[PROMPT["input_ids"][0, -1]]
+    plan = fh.Plan(
+        fh.gate("g", "model.embed_tokens", fh.Cosine(vector)), fh.stop(when=fh.above("g", 0.99))
+    )
+    guided.other = transformers.DynamicCache()
+    with plan.open(guided) as request:
+        found = guided.generate(**PROMPT, **options)[0].tolist()
+    assert found == [*plain[:3], END]
 
 
 def test_gates_of_a_stop_are_read_first_wherever_they_read() -> None:

@@ -121,8 +121,7 @@ class Sequences:
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
         past = call.past(before)
         generation = None if stack.encoder else self._generation(module, call, past)
-        # With as many tokens as the call around it, it runs another text, such as one of guidance.
-        other = outer is not None and call.given.shape[:2] == outer.positions.shape
+        other = outer is not None and _is_other_text(call, outer)
         # Or the text of `generate`, whose ids the model edited: only a cache tells them apart.
         unknown = other and generation is not None and call.cache is None
         if unknown:
@@ -313,6 +312,21 @@ class _StackCall:
             "show how many tokens came before, or which are padding. Pass an attention_mask of "
             "shape (batch, tokens so far), or position_ids that increase by one"
         )
+
+
+def _is_other_text(call: _StackCall, outer: Tokens) -> bool:
+    """True if a call does not run the text of the call around it, as one of guidance.
+
+    Args:
+        call: the call, which does not repeat the ids around it.
+        outer: tokens of the call around it.
+    """
+    if call.given.shape[:2] == outer.positions.shape:
+        return True
+    if call.cache is None:
+        # Embeddings may be those of the text and a tuned prompt.
+        return all(each is not None and each.dim() == PAIR for each in (call.given, outer.given))
+    return outer.cache is not None and call.cache is not outer.cache
 
 
 def _continued(
