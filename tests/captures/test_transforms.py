@@ -75,6 +75,15 @@ def test_a_capture_is_read_inside_the_transform() -> None:
         assert torch.allclose(grad(both)(X[0]), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("copy", ["checked", "ref", "clone"])
+@pytest.mark.parametrize("detach", [True, False])
+def test_values_of_vmap_are_detached_unless_asked_otherwise(copy: Any, detach: bool) -> None:
+    model = net().requires_grad_()
+    with fh.capture(model, "0", copy=copy, detach=detach) as acts:
+        vmap(model)(X)
+    assert acts["0"].requires_grad is not detach
+
+
 @pytest.mark.parametrize("name", ["vmap", "grad", "jacrev"])
 def test_a_write_in_place_is_found(name: str) -> None:
     model = net(inplace=True)

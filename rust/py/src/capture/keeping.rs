@@ -241,11 +241,16 @@ fn versioned<'py>(
     collector: &Collector,
     tensor: Bound<'py, PyAny>,
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, Option<i64>)> {
-    let (kept, mut version) = collector.checked(tensor)?;
+    let (mut kept, mut version) = collector.checked(tensor)?;
     let mut stored = kept.clone();
     if transforms::active(kept.py())? {
         // The tensor inside outlives the transform, and writes in place go to it.
         stored = transforms::physical(&kept)?;
+        // A tensor in `vmap` does not say that the one inside requires a gradient.
+        if !collector.keeps_graph() && requires_grad(&stored)? {
+            kept = kept.call_method0(intern!(kept.py(), "detach"))?;
+            stored = transforms::physical(&kept)?;
+        }
         collector.note_transform();
         if version.is_some() {
             version = version_if_any(&stored)?;
