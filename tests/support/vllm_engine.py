@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -103,8 +104,14 @@ def scheduling_ahead() -> Iterator[None]:
 
 
 def start_compiled(folder: Path, **options: Any) -> Any:
-    """Starts an engine that runs Dynamo's graph, without Inductor and a warm-up."""
+    """Starts an engine that runs Dynamo's graph, without Inductor and a warm-up.
+
+    Without oneDNN: on some processors the second compiled engine of a process computes other
+    products with it, without ferrohook too.
+    """
+    custom_ops = importlib.import_module("vllm._custom_ops")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(custom_ops, "_supports_onednn", value=False)
         patch.setenv("VLLM_CPU_CI_ENV", "1")
         patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
         return start(folder, enforce_eager=False, **options)
