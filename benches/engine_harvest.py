@@ -2,7 +2,8 @@
 
 Run by the interpreter of `make vllm`: `.venv-vllm/bin/python -m benches.engine_harvest`, with
 `VLLM_CPU_OMP_THREADS_BIND=nobind`, so that the writing thread has a separate core. A folder
-of a model may follow; default: a random Llama of 8 layers and width 1,024.
+of a model may follow (default: a random Llama of 8 layers and width 1,024), then numbers of rounds
+and of prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 512}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 LIMITS = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
 LAYERS = "model.layers.*"
-PROMPTS, LENGTH = 96, 128
+LENGTH = 128
 
 
 class Ways:
@@ -35,10 +36,12 @@ class Ways:
     Args:
         llm: the engine.
         folder: where stores are written.
+        prompts: number of prompts.
     """
 
-    def __init__(self, llm: Any, folder: Path) -> None:
+    def __init__(self, llm: Any, folder: Path, prompts: int) -> None:
         self._llm = llm
+        self._number = prompts
         self._folder = folder
         self._seed = 0
 
@@ -46,7 +49,7 @@ class Ways:
         """Returns prompts that no cache has."""
         self._seed += 1
         rng = random.Random(self._seed)  # noqa: S311 (no secret)
-        return [[rng.randrange(3, 500) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+        return [[rng.randrange(3, 500) for _ in range(LENGTH)] for _ in range(self._number)]
 
     def _generate(self, prompts: list[list[int]], plan: fh.Plan | None) -> list[Any]:
         from ferrohook.engines.vllm import extra_args  # noqa: PLC0415 (takes seconds)
@@ -73,7 +76,7 @@ class Ways:
         prompts, plan = self._prompts(), fh.Plan(fh.keep(LAYERS))
         begin = time.monotonic()
         with fh.data.LocalStore(self._folder) as store:
-            for start in range(0, PROMPTS, 16):
+            for start in range(0, self._number, 16):
                 outputs = self._generate(prompts[start : start + 16], plan)
                 for number, output in enumerate(outputs, start):
                     for name, rows in activations(self._llm, output).acts.items():
@@ -95,14 +98,14 @@ class Ways:
         batches = store.completed("run")
         layer = store.layers("run", batches[0])[-1]
         rows = sum(len(store.get("run", each, layer)["output"]) for each in batches)
-        if rows != PROMPTS * LENGTH:
-            msg = f"{rows} rows were stored, of {PROMPTS * LENGTH}"
+        if rows != self._number * LENGTH:
+            msg = f"{rows} rows were stored, of {self._number * LENGTH}"
             raise RuntimeError(msg)
         shutil.rmtree(self._folder)
         return seconds
 
 
-def main(model: str = "", rounds: int = 7) -> None:
+def main(model: str = "", rounds: int = 7, prompts: int = 96) -> None:
     """Prints the table."""
     from support.vllm_engine import save_model, start  # noqa: PLC0415 (tests' own)
 
@@ -111,7 +114,8 @@ def main(model: str = "", rounds: int = 7) -> None:
         model = str(folder / "model")
         save_model("llama", Path(model), **SIZES, **HEADS)
     options = {"ferrohook": {"capture_bytes": 2**50, "results_bytes": 2**50}}
-    ways = Ways(start(Path(model), **LIMITS, additional_config=options), folder / "store")
+    llm = start(Path(model), **LIMITS, additional_config=options)
+    ways = Ways(llm, folder / "store", prompts)
     sides: dict[str, Callable[[], float]] = {
         "no plans, nothing written": ways.plain,
         "fetched, and stored by the client": ways.client,
@@ -125,7 +129,7 @@ def main(model: str = "", rounds: int = 7) -> None:
                 seconds[name].append(took)
     plain, client, worker = seconds.values()
     for name, each in seconds.items():
-        rates = sorted(PROMPTS * LENGTH / it for it in each)
+        rates = sorted(prompts * LENGTH / it for it in each)
         middle = statistics.median(rates)
         print(f"{name}: {middle:,.0f} rows/s ({rates[0]:,.0f} to {rates[-1]:,.0f})")
     for name, over in {"no plans": plain, "the client": client}.items():
@@ -136,4 +140,5 @@ def main(model: str = "", rounds: int = 7) -> None:
 
 
 if __name__ == "__main__":
-    main(next(iter(sys.argv[1:]), ""))
+    of_model, *numbers = sys.argv[1:] or [""]
+    main(of_model, *map(int, numbers))
