@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ferrohook.engines.finite import LIMIT, WatchedRows
+from ferrohook.engines.finite import LIMIT, WatchedRows, is_drawable
 from ferrohook.engines.requests import Span
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -64,3 +64,13 @@ def test_logits_of_watched_rows_alone_are_cleaned(dtype: torch.dtype) -> None:
     expected[0, 1] = 0
     assert torch.equal(watched.clean_logits(scores, drawn), expected)
     assert watched.lost() == {"a": "logits"}
+
+
+@each_dtype
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_token_is_told_from_masked_tokens(dtype: torch.dtype, bad: float) -> None:
+    scores = torch.randn(1, 3, 16).to(dtype)
+    scores[0, :, 4] = -torch.inf  # a token that the model masks
+    assert is_drawable(scores)
+    scores[0, 1, slice(None) if bad < 0 else 5] = bad
+    assert not is_drawable(scores)

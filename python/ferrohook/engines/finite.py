@@ -38,7 +38,9 @@ def is_drawable(logits: Tensor) -> bool:
 
     False if the host would have to wait for a device to know.
     """
-    return logits.is_cpu and all(abs(it) < LIMIT for it in logits.amax(-1).flatten().tolist())
+    if not is_read_at_once(logits):
+        return False
+    return all(abs(most) < LIMIT for most in logits.amax(-1).flatten().tolist())
 
 
 def _wide(rows: Tensor) -> torch.dtype:
@@ -88,8 +90,10 @@ class WatchedRows:
         """
         # Sums of squares that overflow, and the rows of others, are told apart below. The largest
         # magnitude itself is found 5 to 20 times slower.
-        if tensor.is_cpu and torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).item() < LIMIT:
-            return tensor
+        if is_read_at_once(tensor):
+            norm = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
+            if norm.item() < LIMIT:
+                return tensor
         index = self._rows_on(tensor.device)
         rows = tensor.index_select(dim, index)
         bad = ~(rows.abs() < LIMIT)  # NaN is not below anything

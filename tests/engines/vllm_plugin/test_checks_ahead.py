@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import torch
 
 import ferrohook as fh
+from ferrohook.engines import finite
 from ferrohook.engines.finite import WatchedRows
 from ferrohook.engines.vllm import worker
 from ferrohook.engines.worker import EngineWorker
@@ -83,7 +84,8 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(self._checks))
         release(self, owners)
 
-    monkeypatch.setattr(worker, "is_read_at_once", lambda _tensor: False)
+    for each in (finite, worker):
+        monkeypatch.setattr(each, "is_read_at_once", lambda _tensor: False)
     monkeypatch.setattr(WatchedRows, "arrived", property(lambda _self: rng.random() < 0.3))
     monkeypatch.setattr(EngineWorker, "release", releasing)
     return found
