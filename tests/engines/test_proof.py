@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.engines.model import proof
-from ferrohook.engines.model.modules import OBSERVED_IDS, ModuleTable
+from ferrohook.engines.model.modules import ModuleTable, observed_ids
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.model.proof import FORMS, Proof, Served, shown
 from ferrohook.engines.rewriting import rewritten
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(self, model: Model, cuts: tuple[str, ...] = (), ranks: int = 1) -> None:
         self.model = model
-        self.modules = observe(model, lambda: model(torch.tensor(OBSERVED_IDS)))
+        self.modules = observe(model, lambda: model(torch.tensor(observed_ids(VOCABULARY))))
         self.graph = Replayed(model.forward, cuts)
         self.ranks = ranks
         self.spoil: Callable[[dict[str, Tensor], int], object] = lambda _acts, _rank: None
@@ -335,7 +335,7 @@ def test_without_the_comparison_all_of_it_is_admitted(
 
 
 def test_a_table_refuses_what_was_wrong(model: Model) -> None:
-    made = observe(model, lambda: model(torch.tensor(OBSERVED_IDS)))
+    made = observe(model, lambda: model(torch.tensor(observed_ids(VOCABULARY))))
     wrong = dict.fromkeys(FORMS, "it differs")
     outcomes = {
         "embed": RIGHT,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.effects.routing import bound
 from ferrohook.engines.model.looks import HeadSizes, look_at
-from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, ModuleTable
+from ferrohook.engines.model.modules import OBSERVED_ROWS, ModuleTable, observed_ids
 from ferrohook.engines.model.observing import CallingForward, observe
 from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)
-IDS = torch.tensor(OBSERVED_IDS)
+IDS = torch.tensor(observed_ids(1 + OBSERVED_ROWS))
 
 
 class Norm(nn.Module):
@@ -123,7 +123,9 @@ def looked_at(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model
     torch.manual_seed(0)
     model = Model(**options).requires_grad_(requires_grad=False).to(dtype)
     modules = observe(model, lambda: model(IDS), heads_of)
-    return model, modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
+    return model, modules.with_quantities(
+        look_at(model, IDS.tolist(), lambda: model(IDS), heads_of)
+    )
 
 
 @pytest.mark.parametrize("sandwich", [False, True])
@@ -191,6 +193,16 @@ def test_a_contribution_behind_a_multiplier_that_no_module_has_is_one_of_its_mul
     assert quantity.place == "0.25 * layers.1.mlp output"
 
 
+def test_the_stream_may_take_what_a_norm_returns_beside_it() -> None:
+    torch.manual_seed(0)
+    model: Any = Model().requires_grad_(requires_grad=False)
+    for layer in model.layers:
+        layer.mlp = nn.Identity()
+    table = look_at(model, IDS.tolist(), lambda: model(IDS), heads_of).table
+    assert table["@resid_post.1"].place == "layers.1 output['sum']"
+    assert table["@attn_out.1"].place == "layers.1.self_attn output"
+
+
 def test_layers_that_hide_the_sum_prove_nothing() -> None:
     torch.manual_seed(0)
     model = Model().requires_grad_(requires_grad=False)
@@ -201,7 +213,7 @@ def test_layers_that_hide_the_sum_prove_nothing() -> None:
         return hidden.tanh(), residual
 
     model.layers[1].forward = bent.__get__(model.layers[1])
-    named = look_at(model, lambda: model(IDS), heads_of)
+    named = look_at(model, IDS.tolist(), lambda: model(IDS), heads_of)
     assert "@resid_post.0" in named.table
     assert "@resid_post.1" not in named.table
     expected = (
@@ -251,7 +263,7 @@ def test_experts_are_seen_where_their_module_is_called(called: bool, other: bool
     model.requires_grad_(requires_grad=False)
     expected = model(IDS)
     modules = observe(model, lambda: model(IDS), heads_of)
-    modules = modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
+    modules = modules.with_quantities(look_at(model, IDS.tolist(), lambda: model(IDS), heads_of))
     assert torch.equal(model(IDS), expected)
     table = modules.named.table
     names = ["@experts.1", "@expert_weights.1"]
@@ -320,7 +332,7 @@ def test_routers_of_engines_have_rules_within_rounding_and_factors(how: str) -> 
         return 2.5 if isinstance(router, Chooser) else 1.0
 
     modules = observe(model, lambda: model(IDS), heads_of)
-    looked = look_at(model, lambda: model(IDS), heads_of, factor_of=factor_of)
+    looked = look_at(model, IDS.tolist(), lambda: model(IDS), heads_of, factor_of=factor_of)
     front = ModuleTable.from_json(modules.with_quantities(looked).to_json())
     table = front.named.table
     route = fh.Plan(fh.on("@experts.1", fh.Route(torch.tensor([3, 0]))))
@@ -350,7 +362,7 @@ def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureF
     def fail() -> None:
         raise ZeroDivisionError
 
-    named = look_at(model, fail, heads_of)
+    named = look_at(model, IDS.tolist(), fail, heads_of)
     assert not named.table
     assert "its forward failed with ZeroDivisionError" in named.table.missing["resid_post"]
     assert "inspecting the engine's model failed" in caplog.text

@@ -50,6 +50,20 @@ def test_large_activations_hide_no_norm_in_float16(
     assert {name: it.path for name, it in fh.quantities(half).items()} == found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "granite", "llama", "olmo2", "phi"])
+@pytest.mark.parametrize("size", [300.0, 3000.0])
+def test_massive_activations_hide_no_place(kind: str, dtype: torch.dtype, size: float) -> None:
+    """One channel of a few tokens is far larger than the rest, as in models that are trained."""
+    expected = {name: it.place for name, it in fh.quantities(make(kind)).items()}
+    model = make(kind)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[: len(weight) // 3, 3] = size
+    found = fh.quantities(model.to(dtype))
+    assert {name: it.place for name, it in found.items()} == expected
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_a_router_is_proved_at_the_gate_or_nowhere(
     large: bool, monkeypatch: pytest.MonkeyPatch

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import ferrohook as fh
+from ferrohook.engines import vllm
 from ferrohook.engines.gate_events import AnswerGates
 from ferrohook.engines.wire import GATES, Captured
 from ferrohook.gates.streaming import numbers_of
+from support.quantity_plans import NEW, dictionaries
 from support.serving import CONFIGS as CONFIGS
 from support.serving import EOS as EOS
 from support.serving import LAYERS as LAYERS
@@ -123,6 +125,17 @@ def stop(llm: Any) -> None:
 
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
+
+
+def serve_plans(
+    llm: Any, asked: Sequence[tuple[list[int], str]]
+) -> list[tuple[list[int], Mapping[str, torch.Tensor]]]:
+    """Serves requests of `quantity_plans` at once; returns their texts and captures."""
+    vllm.put_dictionaries(llm, dictionaries().values())
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+    params = [sampling(plan, NEW, ignore_eos=True) for _, plan in asked]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [([*each.outputs[0].token_ids], vllm.activations(llm, each).acts) for each in outputs]
 
 
 def sampling(plan: Any = None, new_tokens: int = 12, **changes: Any) -> Any:

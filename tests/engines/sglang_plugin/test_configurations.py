@@ -11,6 +11,7 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 
 from support.quantity_plans import ABSENT
 from support.scripts import result_of
+from support.smollm2 import saved
 
 
 def served(
@@ -58,3 +59,12 @@ def test_random_requests(
 def test_mixtures_of_experts(kind: str, number: int) -> None:
     """Random requests name modules by transformers' paths, which Mixtral does not have here."""
     served(kind, number, {"chunked_prefill_size": 16, "enable_mixed_chunk": True}, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_was_trained(dtype: str) -> None:
+    """Its stream has massive activations, which random ones lack."""
+    saved()  # skips without its weights
+    found = result_of("support.sglang_trained", dtype)
+    assert {*found["differing"]} <= ABSENT
+    assert found["wrong_plans"] == {}

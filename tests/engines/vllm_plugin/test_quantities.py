@@ -12,7 +12,6 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import transformers
 
 import ferrohook as fh
-from ferrohook.engines import vllm
 from ferrohook.engines.vllm.plugin import connect
 from support import serving
 from support.quantity_plans import (
@@ -24,12 +23,11 @@ from support.quantity_plans import (
     alone,
     check,
     check_router,
-    dictionaries,
     differing,
     wrong_plans,
 )
 from support.routes import BAD_ROUTES, check_routes
-from support.vllm_engine import sampling, start, start_compiled, stop
+from support.vllm_engine import sampling, serve_plans, start, start_compiled, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,17 +78,9 @@ def engine(
     stop(llm)
 
 
-def serve(llm: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
-    vllm.put_dictionaries(llm, dictionaries().values())
-    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
-    params = [sampling(plan, NEW, ignore_eos=True) for _, plan in asked]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [([*each.outputs[0].token_ids], vllm.activations(llm, each).acts) for each in outputs]
-
-
 def test_plans_at_once_give_what_transformers_gives_for_each(engine: Any) -> None:
     llm, model = engine
-    assert wrong_plans(model, lambda asked: serve(llm, asked)) == {}
+    assert wrong_plans(model, lambda asked: serve_plans(llm, asked)) == {}
 
 
 def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -> None:
@@ -123,7 +113,7 @@ def test_a_router_that_is_written_chooses_the_experts(engine: Any) -> None:
     if "@router.1" not in connect(llm).modules.named.table:
         assert "@experts.1" not in fh.quantities(model)
         return
-    check_router(model, lambda asked: serve(llm, asked))
+    check_router(model, lambda asked: serve_plans(llm, asked))
     for entry, reason in (
         (
             fh.on("@experts.1", fh.Zero()),
@@ -142,12 +132,14 @@ def test_requests_take_their_own_experts(engine: Any) -> None:
     llm, model = engine
     if "@experts.1" not in connect(llm).modules.named.table:
         with pytest.raises(ValueError, match="has no @experts"):
-            serve(llm, [(PROMPTS[0], fh.Plan(fh.on("@experts.1", fh.Route([0, 1]))).to_json())])
+            serve_plans(
+                llm, [(PROMPTS[0], fh.Plan(fh.on("@experts.1", fh.Route([0, 1]))).to_json())]
+            )
         return
-    check_routes(model, lambda asked: serve(llm, asked))
+    check_routes(model, lambda asked: serve_plans(llm, asked))
     for text, reason in BAD_ROUTES:
         with pytest.raises(ValueError, match=reason):
-            serve(llm, [(PROMPTS[0], text)])
+            serve_plans(llm, [(PROMPTS[0], text)])
 
 
 def test_the_table_comes_with_its_proofs(engine: Any) -> None:
@@ -170,7 +162,7 @@ def test_the_engine_has_what_transformers_has(engine: Any) -> None:
 def test_a_slice_of_a_module_gets_the_tokens_first(engine: Any, index: Any) -> None:
     llm, model = engine
     plan = fh.Plan(fh.keep(["model.layers.2", ""], slice=index))
-    ((tokens, acts),) = serve(llm, [(PROMPTS[0], plan.to_json())])
+    ((tokens, acts),) = serve_plans(llm, [(PROMPTS[0], plan.to_json())])
     quantities = fh.Plan(fh.keep(["@resid_post.2", "@final_norm"], at=slice(0, None)))
     expected, right = alone(model, quantities, PROMPTS[0], NEW)
     assert tokens == expected
@@ -183,9 +175,9 @@ def test_a_compiled_engine_serves_those_at_its_sites(tmp_path: Path) -> None:
     plan = fh.Plan(fh.on("@resid_post.1", fh.Add(torch.ones(WIDTH))), fh.keep("@resid_post.2"))
     llm = start_compiled(tmp_path, additional_config={"ferrohook": {"sites": "model.layers.*"}})
     try:
-        (served,) = serve(llm, [(PROMPTS[0], plan.to_json())])
+        (served,) = serve_plans(llm, [(PROMPTS[0], plan.to_json())])
         check("sites", served, alone(model, plan, PROMPTS[0], NEW))
         with pytest.raises(ValueError, match="not a site of this compiled engine"):
-            serve(llm, [(PROMPTS[0], fh.Plan(fh.keep("@z.1")).to_json())])
+            serve_plans(llm, [(PROMPTS[0], fh.Plan(fh.keep("@z.1")).to_json())])
     finally:
         stop(llm)

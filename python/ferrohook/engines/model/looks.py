@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.effects.parts import SUM
-from ferrohook.engines.model.modules import OBSERVED_IDS, NamedTensors, dim_of_rows
+from ferrohook.engines.model.modules import NamedTensors, dim_of_rows
 from ferrohook.errors import HookError
 from ferrohook.names.spelling import SIGN, kind_of
 from ferrohook.quantity import Quantities, remember
@@ -28,7 +28,7 @@ from ferrohook.quantity.proofs.routing_rules import prove_rules
 from ferrohook.quantity.table import table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrohook.quantity.anatomy.observe import Writes
 
@@ -120,17 +120,19 @@ class StepSubject(Subject):
 
     Args:
         model: the engine's, loaded.
-        forward: runs it for `OBSERVED_IDS`, alike each time.
+        ids: of the tokens.
+        forward: runs it for them, alike each time.
         streams: see `Look`.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        ids: Sequence[int],
         forward: Callable[[], object],
         streams: Mapping[str, ObservedTensor],
     ) -> None:
-        super().__init__(model, Example((torch.tensor(OBSERVED_IDS, device="cpu"),), {}, None))
+        super().__init__(model, Example((torch.tensor(ids, device="cpu"),), {}, None))
         self._forward = forward
         self._streams = streams
 
@@ -151,10 +153,12 @@ class StepSubject(Subject):
         return StepLook(self.model, self.forward, self._streams, writes)
 
 
-def look_at(
+def look_at(  # noqa: PLR0913 (what differs between engines)
     model: nn.Module,
+    ids: Sequence[int],
     forward: Callable[[], object],
     heads_of: Callable[[nn.Module], HeadSizes | None],
+    *,
     places: Mapping[str, str] | None = None,
     factor_of: Callable[[nn.Module], float] = lambda _router: 1.0,
 ) -> NamedTensors:
@@ -164,7 +168,8 @@ def look_at(
 
     Args:
         model: the engine's, loaded.
-        forward: runs it for `OBSERVED_IDS`, alike each time.
+        ids: of some tokens, see `observed_ids`.
+        forward: runs it for them, alike each time.
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
         places: hook points that see the stream after blocks, by the names of the blocks.
@@ -176,7 +181,7 @@ def look_at(
     """
     streams = {path: ObservedTensor.output(it, None) for path, it in (places or {}).items()}
     try:
-        named = _named(StepSubject(model, forward, streams), heads_of, factor_of)
+        named = _named(StepSubject(model, ids, forward, streams), heads_of, factor_of)
     except Exception as error:
         logging.getLogger("ferrohook").exception("inspecting the engine's model failed")
         reason = f"inspecting the model failed with {type(error).__name__}: {error}"

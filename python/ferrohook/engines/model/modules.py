@@ -41,8 +41,13 @@ Outcomes: TypeAlias = "Mapping[str, Mapping[str, str | None]]"
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
-OBSERVED_IDS: Final = range(1, 1 + OBSERVED_ROWS)
-"""Their ids."""
+
+
+def observed_ids(vocabulary: int) -> range:
+    """Returns the ids of these tokens: the first and the last of a vocabulary are often special."""
+    start = max(0, min(vocabulary // 4, vocabulary - OBSERVED_ROWS))
+    step = max(1, vocabulary // 2 // OBSERVED_ROWS)
+    return range(start, start + OBSERVED_ROWS * step, step)
 
 
 def dim_of_rows(shape: Sequence[int]) -> int | None:

@@ -28,7 +28,7 @@ from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.harvest import HarvestSettings, TextEnd, error_answer
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
-from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS, SampledLogits
+from ferrohook.engines.model.modules import OBSERVED_ROWS, SampledLogits, observed_ids
 from ferrohook.engines.model.observing import observe
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.rewriting import cloning
@@ -130,7 +130,14 @@ class SchedulerWorker(EngineWorker):
         modules = observe(model, self._run_alone, _heads_of)
         self._points = StreamPoints(model, layers, self.failing)
         with self._all_points():
-            named = look_at(model, self._run_alone, _heads_of, self._points.places, _factor_of)
+            named = look_at(
+                model,
+                self._observed_ids,
+                self._run_alone,
+                _heads_of,
+                places=self._points.places,
+                factor_of=_factor_of,
+            )
             self._reach = self._observed_reach(model)
         named = dataclasses.replace(named, logits=self._observed_logits(processor))
         modules = modules.with_places(self._points.places).with_quantities(named)
@@ -302,9 +309,13 @@ class SchedulerWorker(EngineWorker):
             found.append(unpacked(data).acts)
         return found
 
+    @property
+    def _observed_ids(self) -> range:
+        return observed_ids(self._scheduler.model_config.vocab_size)
+
     def _run_alone(self) -> None:
-        """Runs a dummy request of `OBSERVED_IDS`, in one step."""
-        self._run([_request(OBSERVED_IDS)])
+        """Runs a dummy request of the observed tokens, in one step."""
+        self._run([_request(self._observed_ids)])
 
     @torch.no_grad()
     def _run(self, *batches: Iterable[Any]) -> None:

@@ -21,7 +21,7 @@ from ferrohook.engines.finite import is_read_at_once
 from ferrohook.engines.harvest import HarvestSettings, TextEnd
 from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
-from ferrohook.engines.model.modules import OBSERVED_IDS, OBSERVED_ROWS
+from ferrohook.engines.model.modules import OBSERVED_ROWS, observed_ids
 from ferrohook.engines.model.observing import observe, observe_logits
 from ferrohook.engines.requests import EngineRequest, error_text
 from ferrohook.engines.rewriting import rewritten
@@ -134,7 +134,7 @@ class RunnerWorker(EngineWorker):
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
         else:
-            named = look_at(model, forward, _heads_of, factor_of=factor_of)
+            named = look_at(model, self._observed_ids, forward, _heads_of, factor_of=factor_of)
             logits = self._observed_logits(model)
             modules = modules.with_quantities(dataclasses.replace(named, logits=logits))
         if self._config.compilation_config.mode:
@@ -197,11 +197,15 @@ class RunnerWorker(EngineWorker):
         )
         return found
 
+    @property
+    def _observed_ids(self) -> range:
+        return observed_ids(self._config.model_config.get_vocab_size())
+
     def _forward(self, model: Any) -> None:
         """Runs dummy tokens without a KV cache, like vLLM's profiling run."""
         context = importlib.import_module("vllm.forward_context")
         device = self._runner.device
-        ids: Tensor | None = torch.tensor(OBSERVED_IDS, dtype=torch.int32, device=device)
+        ids: Tensor | None = torch.tensor(self._observed_ids, dtype=torch.int32, device=device)
         embeds = None
         config = self._config.model_config
         if config.supports_multimodal_inputs or config.enable_prompt_embeds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ _SWAPPED: Final = 2
 """Channels that are exchanged to recognise a norm."""
 EQUATION: Final = "resid_pre + contributions = resid_post"
 NOTHING_ADDED: Final = "its output is only a norm of its input: it adds nothing"
+_TRIED: Final = 8
+"""Pairs of values that are tried as the terms of a sum, at most."""
 MOST_VALUES: Final = 400
 """Tensors of the stream's size inside a block, at most."""
 
@@ -132,10 +134,7 @@ class Anatomist:
         self, terms: Terms, numbers: list[int], seen: dict[int, int], place: int
     ) -> list[tuple[int, int]]:
         """Returns the pairs of values whose sum, with any multipliers, is a value."""
-        time = seen[numbers[place]]
-        ranked = terms.twos(place, None)[:8]
-        pairs = [(numbers[a], numbers[b]) for _, a, b in ranked]
-        return [pair for pair in pairs if max(seen[each] for each in pair) <= time]
+        return [*islice(_ranked(terms, numbers, seen, place, None), _TRIED)]
 
     def _from(  # noqa: PLR0913, PLR0917 (what `steps` knows of the block)
         self,
@@ -176,10 +175,7 @@ class Anatomist:
     def _two(
         self, terms: Terms, numbers: list[int], seen: dict[int, int], place: int, other: int
     ) -> StreamStep | None:
-        for _, a, b in terms.twos(other, place)[:8]:
-            pair = (numbers[a], numbers[b])
-            if max(seen[each] for each in pair) > seen[numbers[other]]:
-                continue
+        for pair in islice(_ranked(terms, numbers, seen, other, place), _TRIED):
             found = self.fit(numbers[other], (numbers[place], *pair), (1.0,))
             if found.holds:
                 first, second = sorted(pair, key=seen.__getitem__)
@@ -272,6 +268,17 @@ class Anatomist:
         whole, own = small - bias, own - bias
         factors = (own * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
         return _close(own + bias, factors.nan_to_num() * whole + bias)
+
+
+def _ranked(
+    terms: Terms, numbers: list[int], seen: dict[int, int], total: int, start: int | None
+) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of values before another one that may make it, best first."""
+    time = seen[numbers[total]]
+    for _, *places in terms.twos(total, start):
+        one, other = (numbers[place] for place in places)
+        if max(seen[one], seen[other]) <= time:
+            yield one, other
 
 
 def _exact_scale(x: Tensor) -> float:

@@ -108,7 +108,7 @@ def _like(total: Tensor, term: Tensor) -> Tensor:
 
 
 def _solved(left: Tensor, columns: Sequence[Tensor], known: Sequence[float | None]) -> list[float]:
-    """Solves for the unknown multipliers by least squares."""
+    """Solves for the unknown multipliers by least squares, in which each element counts alike."""
     free = [place for place, factor in enumerate(known) if factor is None]
     rest = left.clone()
     for factor, column in zip(known, columns, strict=True):
@@ -116,14 +116,27 @@ def _solved(left: Tensor, columns: Sequence[Tensor], known: Sequence[float | Non
             rest -= factor * column
     found: list[float] = []
     if free:
-        matrix = torch.stack([columns[place] for place in free])
+        weights = _inverse(torch.stack([left, *columns]).abs().sum(0))
+        matrix = torch.stack([columns[place] for place in free]) * weights
+        rest *= weights
         gram = matrix @ matrix.T
         try:
-            found = torch.linalg.solve(gram, matrix @ rest).tolist()
+            factors = torch.linalg.solve(gram, matrix @ rest)
+            factors += torch.linalg.solve(gram, matrix @ (rest - factors @ matrix))  # its roundings
+            found = factors.tolist()
         except RuntimeError:  # linearly dependent
             found = [0.0] * len(free)
     unknown = iter(found)
     return [next(unknown) if factor is None else factor for factor in known]
+
+
+def _inverse(sizes: Tensor) -> Tensor:
+    """Returns the weights of elements of some sizes in least squares: errors are relative to each.
+
+    A few elements of a stream, the *massive activations* of its first tokens, are thousands of
+    times larger than the others, and their roundings larger than what a sublayer adds to those.
+    """
+    return torch.where(sizes > 0, 1 / sizes, 0)
 
 
 class Terms:
@@ -136,8 +149,9 @@ class Terms:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self.eps = rounding(*tensors)
-        self._rows = torch.stack([each.double().reshape(-1) for each in tensors])
-        self._gram = self._rows @ self._rows.T
+        rows = torch.stack([each.double().reshape(-1) for each in tensors])
+        rows *= _inverse(rows.abs().amax(0))
+        self._gram = rows @ rows.T
 
     def twos(self, total: int, start: int | None) -> list[tuple[float, int, int]]:
         """Finds v and w such that `total = start + c v + d w`; v stands before w.

@@ -298,7 +298,8 @@ class Tracer:
         while (call := next(filter(self._rescales, calls), None)) is not None:
             rescaled.insert(0, call.path)
             (value,) = call.inputs.values()
-            calls = self._producers(value)
+            # Only earlier calls: a fused norm returns what it takes, too.
+            calls = [each for each in self._producers(value) if each.end < call.start]
         leaves = [
             call
             for call in calls
