@@ -18,6 +18,7 @@ use crate::rows::calls::merging::{
 };
 use crate::rows::numbers::Selection;
 use crate::torch;
+use crate::torch::facts::Facts;
 use crate::torch::made::StreamOrder;
 use ferrohook_core::Phase;
 
@@ -31,30 +32,22 @@ fn push(tables: &mut Vec<Table>, table: Table) -> Option<Table> {
     oldest
 }
 
-/// Returns the row of the table for each row of the selection, in the shape that `x` takes.
+/// Returns a table in the shape in which its rows broadcast to those of `x`, in dimension `dim`.
 fn spread<'py>(
     table: &Bound<'py, PyAny>,
-    selection: &Selection,
     x: &Bound<'py, PyAny>,
     dim: usize,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
-    let mut rows = table.clone();
-    if let Some(members) = &selection.members {
-        let members = members.on_device_of(x)?;
-        rows = rows.call_method1(intern!(py, "index_select"), (0, members))?;
-    }
     let between = dims - dim - 2;
     if between == 0 {
-        return Ok(rows);
+        return Ok(table.clone());
     }
-    let width: usize = table.call_method1(intern!(py, "size"), (1,))?.extract()?;
-    let shape = PyList::new(py, [selection.rows.len()])?;
-    for length in std::iter::repeat_n(1, between).chain([width]) {
-        shape.append(length)?;
-    }
-    rows.call_method1(intern!(py, "view"), (shape,))
+    let [rows, width]: [usize; 2] = table.getattr(intern!(py, "shape"))?.extract()?;
+    let shape = std::iter::once(rows).chain(std::iter::repeat_n(1, between));
+    let shape = PyTuple::new(py, shape.chain([width]).collect::<Vec<_>>())?;
+    table.call_method1(intern!(py, "view"), (shape,))
 }
 
 /// Interventions of some members, of one kind and on the same part of a value.
@@ -212,17 +205,47 @@ impl InterventionGroup {
                 .call_method1(intern!(py, "_together"), arguments);
         }
         let tables = self.tables(change, x)?;
-        let mut rows = Vec::with_capacity(tables.len());
-        for table in tables {
-            rows.push(spread(&table, &self.selection, x, dim)?);
-        }
-        let changed = change.by(x, &PyTuple::new(py, rows)?)?;
+        let changed = self.by_rows(change, x, &tables, dim)?;
         if this.dims.is_some() {
             return Ok(changed);
         }
         // Without a vector the numbers may be of a wider dtype.
         let dtype = x.getattr(intern!(py, "dtype"))?;
         changed.call_method1(intern!(py, "to"), (dtype,))
+    }
+
+    /// Changes the rows of each member by its row of the tables.
+    fn by_rows<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+        tables: &Bound<'py, PyTuple>,
+        dim: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let spread_to = |x: &Bound<'py, PyAny>, tables: Vec<Bound<'py, PyAny>>| {
+            let spread = tables.iter().map(|table| spread(table, x, dim));
+            PyTuple::new(py, spread.collect::<PyResult<Vec<_>>>()?)
+        };
+        let tables: Vec<_> = tables.iter().collect();
+        let Some(members) = &self.selection.members else {
+            return change.by(x, &spread_to(x, tables)?);
+        };
+        // As large as the tensor, unless all members have as many rows.
+        if let Some(each) = self.selection.each
+            && Facts::is_plain(x)?
+        {
+            let lengths = (self.hooks.len(), each);
+            let x = x.call_method1(intern!(py, "unflatten"), (dim, lengths))?;
+            let changed = change.by(&x, &spread_to(&x, tables)?)?;
+            return changed.call_method1(intern!(py, "flatten"), (dim, dim + 1));
+        }
+        let members = members.on_device_of(x)?;
+        let of_rows = |table: &Bound<'py, PyAny>| {
+            table.call_method1(intern!(py, "index_select"), (0, &members))
+        };
+        let rows = tables.iter().map(of_rows).collect::<PyResult<_>>()?;
+        change.by(x, &spread_to(x, rows)?)
     }
 
     /// Returns the tables of the interventions, as `x` takes them.

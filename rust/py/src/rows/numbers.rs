@@ -200,6 +200,8 @@ pub struct Selection {
     pub rows: Rows,
     /// Number of each row's member, whose rows follow each other; None if each has one row.
     pub members: Option<Index>,
+    /// Rows of each member, if all have as many.
+    pub each: Option<usize>,
 }
 
 /// Members of a selection: number, and the index of its positions, if it is of some.
@@ -229,14 +231,14 @@ impl Selections {
 
 impl Selection {
     pub fn of(rows: &[&Rows]) -> Self {
+        let each = rows.first().map(|first| first.len());
+        let each = each.filter(|each| rows.iter().all(|rows| rows.len() == *each));
         let members = rows.iter().enumerate();
         let members = members.flat_map(|(member, rows)| std::iter::repeat_n(member, rows.len()));
         Self {
             rows: Rows::of(rows.iter().flat_map(|rows| rows.iter()).collect()),
-            members: rows
-                .iter()
-                .any(|rows| rows.len() != 1)
-                .then(|| Index::of(members.collect())),
+            members: (each != Some(1)).then(|| Index::of(members.collect())),
+            each,
         }
     }
 }
