@@ -316,11 +316,11 @@ def _captures(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, s
         for taken in own.ranks:
             if (reached := proof.end(taken, point, group)) is not None:
                 proof.note_rounding(reached, end)
-        reasons = [_differs(it.get(point.name), known.plain) for it in own.ranks]
+        reasons = [differing(it.get(point.name), known.plain) for it in own.ranks]
         new = f"{_NEW}:{point.name}"
         if same and new in eager.ranks[0]:
             row = _flat(eager.ranks[0][new])
-            reasons += [_differs(it.get(new), row, known.plain) for it in own.ranks]
+            reasons += [differing(it.get(new), row, known.plain) for it in own.ranks]
         found[point] = {"capture": _first(reasons)}
     return found
 
@@ -344,8 +344,8 @@ def _changes(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, st
                 got = None if got is None else _flat(got)
                 here = None if got is None else got[1:]
                 before = None if got is None else got[:1]
-                steer.append(_with(of, _differs(here, right[1:], wrong)))
-                positions.append(_with(of, _differs(before, right[:1], right[1:])))
+                steer.append(_with(of, differing(here, right[1:], wrong)))
+                positions.append(_with(of, differing(before, right[:1], right[1:])))
                 reached = proof.end(rows, point, group)
                 if steer[-1] is None and served is own:
                     steer.append(proof.reaches(reached, end, known.end))
@@ -383,7 +383,7 @@ def _gates(proof: Proof, group: Sequence[_Point]) -> dict[_Point, dict[str, str 
         wrong = torch.cat([known.plain, -known.plain])
         found[point] = {
             "gates": _first(
-                _with(of, _differs(rows.get(point.name), right, wrong))
+                _with(of, differing(rows.get(point.name), right, wrong))
                 for of, served in ((" eagerly too", eager), ("", own))
                 for rows in served.ranks
             )
@@ -413,7 +413,7 @@ def _with(of: str, reason: str | None) -> str | None:
     return reason and f"{reason}{of and ','}{of}"
 
 
-def _differs(got: Tensor | None, right: Tensor, wrong: Tensor | None = None) -> str | None:
+def differing(got: Tensor | None, right: Tensor, wrong: Tensor | None = None) -> str | None:
     """Returns how rows differ from the right ones; None if they do not.
 
     Args:
@@ -423,12 +423,12 @@ def _differs(got: Tensor | None, right: Tensor, wrong: Tensor | None = None) -> 
     """
     if got is None:
         return _SILENT
-    got = _flat(got)[: len(right)]
+    got, right = _flat(got)[: len(right)], _flat(right)
     if got.shape != right.shape:
         return f"it has {len(got)} rows for {len(right)} positions"
     own = (got - right).norm(dim=1)
     length = right.norm(dim=1)
-    others = torch.cat([right] if wrong is None else [right, wrong])
+    others = torch.cat([right] if wrong is None else [right, _flat(wrong)])
     apart = torch.cdist(right, others, compute_mode="donot_use_mm_for_euclid_dist")
     apart = apart.masked_fill(apart <= _NOISE * length[:, None], torch.inf).amin(1)
     most = torch.maximum(_FAR * torch.minimum(apart, length), _NOISE * length)

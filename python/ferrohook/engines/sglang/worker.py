@@ -30,6 +30,7 @@ from ferrohook.engines.model.cache_reach import CacheReach, observe_reach
 from ferrohook.engines.model.looks import HeadSizes, look_at
 from ferrohook.engines.model.modules import OBSERVED_ROWS, SampledLogits, observed_ids
 from ferrohook.engines.model.observing import observe
+from ferrohook.engines.model.proof import differing
 from ferrohook.engines.requests import reason_of
 from ferrohook.engines.rewriting import cloning
 from ferrohook.engines.sglang.options import SglangOptions
@@ -251,22 +252,22 @@ class SchedulerWorker(EngineWorker):
         kinds = {name.partition(".")[0]: name for name in modules.named.table}
         kinds.pop("@experts", None)  # rounding decides the order of two whose weights are alike
         plain = Plan(keep([stream, *kinds.values()]))
-        changing = Plan(
-            on(stream, Add(torch.ones(1, device="cpu")), at=slice(1, 4)), *plain.entries
-        )
-        first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
-        alone = [self._captured([(each, plain)])[0] for each in (first, second)]
-        both = self._captured([(first, plain), (second, changing)])
+        first = self._observed_ids
+        alone = [self._captured([(each, plain)])[0] for each in (first, first[::-1])]
+        size = alone[1][stream].float().abs().mean()
+        add = on(stream, Add(4 * size[None]), at=slice(1, 4))
+        both = self._captured([(first, plain), (first[::-1], Plan(add, *plain.entries))])
         changed = alone[1][stream].clone()
-        changed[1:4] += 1
-        for found, expected in ((both[0], alone[0]), (both[1], {stream: changed})):
+        changed[1:4] += 4 * size
+        for found, expected, wrong in (
+            (both[0], alone[0], alone[1]),
+            (both[1], {stream: changed}, alone[1]),
+        ):
             for name, right in expected.items():
-                if found[name].shape != right.shape or not torch.allclose(
-                    found[name].float(), right.float(), rtol=1e-2, atol=1e-2
-                ):
-                    msg = f"the self-test failed: a request captured wrong rows of {name!r}"
-                    raise HookError(msg)
-        self._test_cache(stream, names[-1], alone[0][stream].float().abs().mean())
+                if reason := differing(found[name], right, wrong[name]):
+                    msg = f"the self-test failed: a request captured wrong rows of {name!r}: "
+                    raise HookError(msg + reason)
+        self._test_cache(stream, names[-1], size)
 
     def _test_cache(self, stream: str, last: str, magnitude: Tensor) -> None:
         """Compares requests that find the keys and values of others with the same tokens.
