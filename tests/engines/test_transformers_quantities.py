@@ -14,6 +14,7 @@ from ferrohook.engines import capabilities
 from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.transformers import attach, generate_batch
 from ferrohook.engines.transformers.steps import ROWS
+from support import smollm2
 from support.engines import batching
 from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, read_plan, texts, wrong_plans
 from support.routes import check_routes
@@ -76,6 +77,13 @@ def generate(model: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[
         if each.hook_error is not None:
             raise each.hook_error
     return [([*each.generated_tokens], dict(each.acts)) for each in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_was_trained(dtype: str) -> None:
+    """Its stream has massive activations, which random ones lack."""
+    model = smollm2.loaded(dtype)
+    assert smollm2.wrong_plans(model, lambda asked: generate(model, asked)) == {}
 
 
 def test_twelve_plans_at_once_give_what_each_gives_alone(model: Any) -> None:
