@@ -82,6 +82,29 @@ def test_instrumenting_runs_neither_init_subclass_nor_a_metaclass() -> None:
     assert known == ["new Mine", "init Mine"]
 
 
+def local_metaclass() -> type:
+    class Meta(type):
+        pass
+
+    return Meta
+
+
+class OfLocal(nn.ReLU, metaclass=local_metaclass()):
+    """Can be imported, though its metaclass cannot."""
+
+    class Inner(nn.ReLU, metaclass=local_metaclass()):
+        pass
+
+
+@pytest.mark.parametrize("cls", [OfLocal, OfLocal.Inner])
+def test_a_class_whose_metaclass_cannot_be_imported_is_pickled(cls: type[nn.Module]) -> None:
+    model = cls()
+    assert pickle.loads(pickle.dumps(type(model))) is cls
+    with fh.instrument(model):
+        fh.register(model, "", lambda *_: None)
+        assert pickle.loads(pickle.dumps(type(model))) is cls
+
+
 def test_abstract_generic_and_data_classes() -> None:
     class Abstract(nn.Module, abc.ABC):
         @abc.abstractmethod

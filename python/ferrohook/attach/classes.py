@@ -57,6 +57,9 @@ def common_subclass(
             metaclass = StandsForPlain if in_place else EqualToPlain
         elif not issubclass(metaclass, WritesToPlain):
             metaclass = _writing_to_plain(metaclass)
+            # The table never lets a metaclass go, so it gets none whose classes may go.
+            if stays(plain):
+                copyreg.pickle(cast("Any", metaclass), _reduced)
         made = _make_class(metaclass, name, (base, plain), namespace)
         # `class Mine(ABC, nn.Module)` has another layout than a class with an nn.Module first.
         if (
@@ -72,8 +75,11 @@ def common_subclass(
 
 
 def stays(plain: type) -> bool:
-    """Returns True if a class is an attribute of its module, which outlives every instance."""
-    return getattr(sys.modules.get(plain.__module__), plain.__name__, None) is plain
+    """Returns True if a class can be imported, as pickle does: it outlives every instance."""
+    found: Any = sys.modules.get(plain.__module__)
+    for name in plain.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is plain
 
 
 def _make_class(
@@ -130,10 +136,7 @@ def _writing_to_plain(metaclass: type) -> Any:
     bases = (WritesToPlain, metaclass)
     subclasses: list[type] = type.__subclasses__(metaclass)
     known = [each for each in subclasses if each.__bases__ == bases]
-    derived = known[0] if known else type(metaclass.__name__, bases, {})
-    if stays(metaclass):  # the table never lets a metaclass go
-        copyreg.pickle(cast("Any", derived), _reduced)
-    return derived
+    return known[0] if known else type(metaclass.__name__, bases, {})
 
 
 class EqualToPlain(WritesToPlain):
