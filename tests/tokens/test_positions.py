@@ -419,6 +419,79 @@ def test_other_ids_without_a_cache_need_the_length_of_the_prompt() -> None:
         model.generate(ids, use_cache=False, **options)
 
 
+class Guided(transformers.LlamaForCausalLM):
+    """Runs a second text, with a cache of its own, ahead of the first one or after it."""
+
+    ahead: bool
+    length: int
+    other: Any = None
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        if not self.ahead:
+            output = super().forward(input_ids, **options)
+        length = self.length if self.other.get_seq_length() == 0 else 1
+        self.model(torch.full((len(input_ids), length), 5), past_key_values=self.other)
+        return super().forward(input_ids, **options) if self.ahead else output
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_a_second_text_with_a_cache_has_a_prompt_of_its_own(
+    use_cache: bool, ahead: bool, length: int
+) -> None:
+    model, name = language_model("llama", WIDTH), "model.embed_tokens"
+    model.__class__, model.ahead, model.length = Guided, ahead, length
+    ids, options = torch.tensor([[1, 2, 3, 4]]), {"max_new_tokens": NEW, "do_sample": False}
+    fives = model.get_input_embeddings().weight[5]
+    for at, first, later in (("prompt", length, 0), ("last_prompt", 1, 0), ("generated", 0, 1)):
+        model.other = transformers.DynamicCache()
+        with fh.Plan(fh.keep(name, at=at, calls="all")).open(model) as request:
+            model.generate(ids, use_cache=use_cache, **options)
+        found = [len(each) for each in request.acts[name] if (each == fives).all()]
+        assert found == [it for it in (first, *[later] * (NEW - 1)) if it]
+
+
+class Tuned(transformers.LlamaForCausalLM):
+    """Gives its inner model two tokens ahead of those that it gets."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        cache = {name: it for name, it in options.items() if name in {"cache", "past_key_values"}}
+        embeds = self.get_input_embeddings()(input_ids)
+        if not any(each is not None and each.get_seq_length() for each in cache.values()):
+            embeds = torch.cat((torch.ones(len(embeds), 2, WIDTH), embeds), 1)
+        hidden = self.model(inputs_embeds=embeds, use_cache=options["use_cache"], **cache)[0]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::ferrohook.errors.NeverFiredWarning")
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("at", ["prompt", "last_prompt", "generated", -1])
+def test_a_prompt_that_the_model_tunes_itself_is_told_or_refused(use_cache: bool, at: Any) -> None:
+    model, name = language_model("llama", WIDTH), f"{LAYERS['llama']}.0.mlp"
+    model.__class__ = Tuned
+    ids = torch.tensor([[1, 2, 3, 4]])
+    options = {"max_new_tokens": NEW, "do_sample": False, "use_cache": use_cache}
+    with fh.Plan(fh.keep(name, at=at, calls="all")).prepare(model) as prepared:
+        with prepared.open(), pytest.raises(fh.HookError, match=r"open\(prompt="):
+            model.generate(ids, **options)
+        one = prepared.open()
+        with pytest.raises(fh.HookError, match=r"open\(prompt="), fh.rows.generating([one]):
+            model.generate(ids, **options)
+        with prepared.open(prompt=6) as request, fh.capture(model, name, calls="all") as acts:
+            model.generate(ids, **options)
+    every = acts[name][-1] if not use_cache else torch.cat([*acts[name]], 1)
+    part = {"prompt": slice(6), "generated": slice(6, None)}.get(at, slice(5, 6))
+    kept = request.acts[name]
+    found = torch.cat([*kept]) if use_cache else kept[-1]
+    assert torch.equal(found, every[0, part])
+
+
 class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,8 @@ class _GenerationBatch(Batch):
                 "guidance_scale has it do: no prompt has its rows. Leave it out"
             )
             raise RowsError(msg)
-        tokens = self._sequences.find(stack, module, args, kwargs)
+        outer = around if stack.inner else None
+        tokens = self._sequences.find(stack, module, args, kwargs, outer)
         self._check_text(stack, module, tokens, repeats=False)
         self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
@@ -171,6 +172,6 @@ def generating(requests: Sequence[Request | None]) -> Batch:
     made._model, made._places = model, places
     made._attach_as_entered()
     stopped = weakly(made.stopped) if any(it.may_stop for it in places) else None
-    made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped)
+    made._sequences = Sequences(accept=weakly(made.accept), stopped=stopped, one_text=True)
     made._running, made._texts, made._inside = [], {}, {}
     return made

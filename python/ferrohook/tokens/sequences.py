@@ -76,6 +76,7 @@ class Sequences:
         accept: called with the number of tokens that have run and stay, and the id of their
             sequences: after each step of a generation with drafts, and where a cache was cut back.
         stopped: returns the ends of the sequences of an id, of earlier turns too.
+        one_text: calls run the text of the call around them, or are refused.
     """
 
     def __init__(
@@ -83,10 +84,13 @@ class Sequences:
         prompt: Sequence[int] = (),
         accept: Callable[[int, int], None] | None = None,
         stopped: Callable[[int], Iterable[generate.End]] | None = None,
+        *,
+        one_text: bool = False,
     ) -> None:
         self.prompt = prompt
         self._accept = accept
         self._stopped = stopped
+        self._one_text = one_text
         self._known: PerObject[Any] = PerObject()
         """Sequences by their cache, and generations by their configuration."""
 
@@ -121,12 +125,17 @@ class Sequences:
         before: _Sequence | None = None if call.cache is None else self._get(call.cache)
         past = call.past(before)
         generation = None if stack.encoder else self._generation(module, call, past)
-        other = outer is not None and _is_other_text(call, outer)
+        other = (
+            outer is not None and not self._one_text and _is_other_text(call, past, before, outer)
+        )
         # Or the text of `generate`, whose ids the model edited: only a cache tells them apart.
         unknown = other and generation is not None and call.cache is None
         if unknown:
             self._refuse_stops(stack)
         generation = None if other else generation
+        if generation is not None and outer is not None and _has_other_length(call, past, outer):
+            # A prompt of more tokens than `generate` knows of. Later calls do not show it.
+            generation = self._without_lengths(module, generation)
         if before is not None and call.has_other_rows(before, reorders=generation is not None):
             before = before.of_other_rows(call.batch)
         if generation is not None and call.cache is None and generation.has_run:
@@ -206,6 +215,14 @@ class Sequences:
                 generate.end_rows(local, known, self._stopped)
             self._put(config, known._replace(has_run=True))
         return known
+
+    def _without_lengths(self, module: nn.Module, generation: GenerateCall) -> GenerateCall:
+        """Notes that the prompts of the call of `generate` around a call are not known."""
+        local = generate.call_around(module, lambda config: self._get(config) is not None)
+        unknown = generation._replace(lengths=None)
+        if local is not None:
+            self._put(local.get("generation_config"), unknown._replace(has_run=True))
+        return unknown
 
     def _lengths(self, call: _StackCall, found: Tensor | None) -> Tensor | None:
         """Returns the lengths of the prompts of a call; None if no source gives them."""
@@ -314,19 +331,38 @@ class _StackCall:
         )
 
 
-def _is_other_text(call: _StackCall, outer: Tokens) -> bool:
+def _is_other_text(
+    call: _StackCall, past: int | None, before: _Sequence | None, outer: Tokens
+) -> bool:
     """True if a call does not run the text of the call around it, as one of guidance.
 
     Args:
         call: the call, which does not repeat the ids around it.
+        past: number of tokens, padding included, that came before; None if it is not known.
+        before: the sequences that its cache has.
         outer: tokens of the call around it.
     """
     if call.given.shape[:2] == outer.positions.shape:
         return True
+    # Embeddings may be those of the text and a tuned prompt.
+    ids = all(each is not None and each.dim() == PAIR for each in (call.given, outer.given))
     if call.cache is None:
-        # Embeddings may be those of the text and a tuned prompt.
-        return all(each is not None and each.dim() == PAIR for each in (call.given, outer.given))
-    return outer.cache is not None and call.cache is not outer.cache
+        return ids
+    if outer.cache is not None:
+        return call.cache is not outer.cache
+    # The model's own cache has as many tokens as the text around it. It may be another text's that
+    # has grown to this length: one whose prompt was known.
+    known = before is not None and before.prompt is not None
+    return known or (ids and _has_other_length(call, past, outer))
+
+
+def _has_other_length(call: _StackCall, past: int | None, outer: Tokens) -> bool:
+    """True if a text is known to have other tokens than the one around it, by their numbers."""
+    if past is None or outer.after is None:
+        return False
+    length, expected = past + call.length, outer.after.seen
+    # The model around it may be given tokens that the cache has, and drop them.
+    return length > expected or (length < expected and call.cache is not outer.cache)
 
 
 def _continued(
