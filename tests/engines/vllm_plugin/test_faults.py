@@ -94,9 +94,8 @@ def test_a_fault_in_any_call_fails_requests_with_plans_alone(
 
     first = run(None)
     assert len(first.calls) > 100
-    found = {run(at).where for at in first.draw(400 if request.config.getoption("--whole") else 6)}
-    # Some are called less often in another round, and several draws may be of one function.
-    assert len(found - {NOWHERE}) > 1
+    found = {run(at).where for at in first.draw(400 if request.config.getoption("--whole") else 10)}
+    assert len(found) > 3  # some are called less often in another round
 
 
 def test_a_failure_at_the_start_is_logged_once_and_refuses_plans(
